@@ -49,7 +49,7 @@ from pretrain.training.ending import end_early, finish
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resuming import load_checkpoint, open_run, roll_back
-from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_between
+from pretrain.training.run_plan import derive, due_after, resolve_auto
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
 from pretrain.training.steps import after_step, answer, begin, begin_step, compare_replicas, count_step
@@ -85,8 +85,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     throughput = run.throughput
     read_ahead = ReadAhead(strategy)
     first_step = run.state.step
-    validates = steps_between(config.validation, run.plan, config.interval_scale) is not None
-    if run.state.validation_loss is None and ((first_step == 0 and validates) or first_step == run.plan.total_steps):
+    validates_now = first_step == run.plan.total_steps or (first_step == 0 and config.validation.is_set)
+    if run.state.validation_loss is None and validates_now:
         validate(run)
 
     profile = None

@@ -50,7 +50,7 @@ class Steps:
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
         except InputError:
-            model_config = planned_model_config(config.model, config.data)
+            model_config = planned_model_config(config)
             choose_attention(
                 config.attention,
                 device_type=strategy.device.type,

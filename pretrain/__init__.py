@@ -14,7 +14,7 @@ from earlier ones (tests/test_structure.py checks this).
     mesh_sizes: sizes of the parallel dimensions, read from the launcher's environment
     launch: a wrapper around accelerate launch, for terminals and schedulers
     terminal: stage messages, the progress line, colors and widths
-    files, urls, remote: atomic writes, local and remote files, objects under a URL
+    files, urls: atomic writes, local and remote files
     commands: commands installed by `pip install .`
     processes: locks, and checks for live processes
     deepspeed_build: DeepSpeed's build folder

@@ -1,4 +1,4 @@
-"""Commands installed by `pip install .`. Each runs one of the project's scripts with this interpreter.
+"""Commands installed by `pip install .`. Each runs the project's script of the same name with this interpreter.
 
 `groundwork-files` prints the folder with the scripts, recipes and accelerate configs:
 
@@ -8,23 +8,16 @@
 
 import os
 import sys
-from functools import partial
+from pathlib import Path
 
 from pretrain.files import ROOT
 
 
-def run(script: str) -> None:
-    """Replaces this process with the script, using the same arguments."""
-    os.execv(sys.executable, [sys.executable, str(ROOT / script), *sys.argv[1:]])
+def run() -> None:
+    """Replaces this process with the script, such as prepare_data.py for groundwork-prepare-data."""
+    script = Path(sys.argv[0]).name.removeprefix("groundwork-").replace("-", "_")
+    os.execv(sys.executable, [sys.executable, str(ROOT / f"{script}.py"), *sys.argv[1:]])
 
 
 def files() -> None:
     print(ROOT)
-
-
-train = partial(run, "train.py")
-prepare_data = partial(run, "prepare_data.py")
-evaluate = partial(run, "evaluate.py")
-plan = partial(run, "plan.py")
-runs = partial(run, "runs.py")
-publish = partial(run, "publish.py")

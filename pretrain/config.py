@@ -66,9 +66,11 @@ Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=
 # By convention, a context of 2k is 2,048 tokens and a batch of 512k is 2^19 tokens, but 2k steps are 2,000.
 BinaryCount = Annotated[Count, BeforeValidator(lambda value: parse_count(value, thousand=1024))]
 CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
-Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(parse_names)]
-PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, le=1)]
+_Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean]
+Fraction = Annotated[_Share, Field(ge=0, le=1)]
+PositiveFraction = Annotated[_Share, Field(gt=0, le=1)]
+Share = Annotated[_Share, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, NotBoolean, Field(gt=0)]
 NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
@@ -79,8 +81,6 @@ OrAuto = Annotated[
     Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
 ]
-
-Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -293,6 +293,11 @@ class Batch(Section):
     """Keep gradients unsharded and reduce them once per step instead of after every micro-step. Needs 4 bytes per
     parameter. Applies to fsdp2, hsdp, cp and, in fp32, ZeRO-2 and ZeRO-3; the others always reduce once per step."""
 
+    @property
+    def ramp_levels(self) -> int:
+        """Number of batch sizes in the ramp, including the full size."""
+        return round(1 / self.ramp.start) if self.ramp else 1
+
 
 class MuonSettings(Section):
     """Used only with optim.name: muon."""
@@ -437,6 +442,11 @@ class Cadence(Section):
     the run, and samples and benchmarks don't run."""
     every_tokens: Count | None = None
     """Interval in training tokens. Use it instead of every_steps."""
+
+    @property
+    def is_set(self) -> bool:
+        """True if there is an interval."""
+        return bool(self.every_steps or self.every_tokens)
 
     @model_validator(mode="after")
     def at_most_one_cadence(self):
@@ -728,14 +738,14 @@ class RunConfig(Section):
         """Converts the old setting `group` to `tracking.group`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
-        group = values["group"]
+        values = dict(values)
+        group = values.pop("group")
         tracking = values.get("tracking") or {}
-        rest = {key: value for key, value in values.items() if key != "group"}
         if group is None or not isinstance(tracking, dict):
-            return rest
+            return values
         if tracking.get("group", group) != group:
             raise ValueError("group is now tracking.group, but both are set; remove group")
-        return {**rest, "tracking": {**tracking, "group": group}}
+        return {**values, "tracking": {**tracking, "group": group}}
 
     @model_validator(mode="before")
     @classmethod

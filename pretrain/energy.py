@@ -80,7 +80,7 @@ def _over_time(watts: float) -> Reader:
     return lambda: watts * time.perf_counter()
 
 
-def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
+def rapl_readers(powercap: Path) -> list[Reader]:
     """Returns a reader per CPU and per DRAM counter, or [] if any counter is unreadable.
 
     By default, only root can read the counters on Linux (CVE-2020-8694).

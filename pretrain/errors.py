@@ -175,7 +175,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
+SMALL_FILE_BYTES = 1 << 20
+"""Maximum size of a recipe or other small text file."""
+
+
+def read_small_file(path: str | os.PathLike, most_bytes: int = SMALL_FILE_BYTES) -> str:
     """Reads a small text file. For anything else, raises an InputError whose message omits the file name."""
     try:
         status = os.stat(path)

@@ -178,22 +178,12 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
     return files
 
 
-def mismatch(name: str, size: int, digest: Callable[[], str], entry: Mapping[str, object]) -> list[str]:
-    """Lists differences between a file and its manifest entry. Computes the hash only if the size matches."""
-    if size != entry.get("bytes"):
-        return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
-    return [] if digest() == entry.get("sha256") else [f"{name} does not match its sha256"]
-
-
-def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> list[str]:
-    """Lists differences between a file's content and its manifest entry."""
-    return mismatch(name, len(content), lambda: hashlib.sha256(content).hexdigest(), entry)
-
-
 def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[str]:
-    """Lists differences between a file and its manifest entry."""
+    """Lists differences between a file and its manifest entry. Computes the hash only if the size matches."""
     try:
-        return mismatch(name, path.stat().st_size, lambda: sha256_of(path), entry)
+        if (size := path.stat().st_size) != entry.get("bytes"):
+            return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
+        return [] if sha256_of(path) == entry.get("sha256") else [f"{name} does not match its sha256"]
     except FileNotFoundError:
         return [f"{name} is missing"]
     except (OSError, ValueError) as error:  # ValueError: an impossible file name

@@ -321,13 +321,13 @@ def read_run_config(
         loads_extensions: False to evaluate a recorded run without running its extensions' code. Settings that may
             refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
     """
-    path = path if is_url(str(path)) or not path else or_shipped(path)
-    if not is_url(str(path)) and not Path(path).exists():
+    path = path if is_url(path) or not path else or_shipped(path)
+    if not is_url(path) and not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for available ones")
     try:
         values = parse_yaml(recipe_text(path))
     except (InputError, ValueError) as error:
-        where = "" if is_url(str(path)) and str(error).startswith(str(path)) else f"{path or '--config'}: "
+        where = "" if is_url(path) and str(error).startswith(str(path)) else f"{path or '--config'}: "
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
@@ -353,8 +353,8 @@ def read_run_config(
 
 def recipe_text(path: str | Path) -> str:
     """Reads a recipe from a path or URL. Raises InputError or UnreachableError."""
-    if is_url(str(path)):
-        from pretrain.remote import read_text
+    if is_url(path):
+        from pretrain.urls import read_text
 
         return read_text(str(path))
     return read_small_file(path and or_shipped(path))

@@ -95,11 +95,7 @@ def test_every_setting_is_read_somewhere():
     ("module", "reader", "unread"),
     [
         ("pretrain/training/background_jobs.py", "settings.device", ("Benchmarks", "device")),
-        (
-            "pretrain/training/run_plan.py",
-            "steps_between(config.samples, plan, config.interval_scale)",
-            ("Samples", "every_steps"),
-        ),
+        ("pretrain/training/run_plan.py", "is_at(config.samples)", ("Samples", "every_steps")),
         ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "on_spike")),
     ],
 )

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from pretrain.config import WindowSpec
 from pretrain.data.batches import read_windows, windows_of
 from pretrain.data.shards import ShardReader
+from pretrain.errors import one_line
 from pretrain.files import damage
 from pretrain.hardware import DTYPES
 
@@ -134,7 +135,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        check.problems.append(f"from_pretrained cannot load {folder} ({str(error).strip().splitlines()[0]})")
+        check.problems.append(f"from_pretrained cannot load {folder} ({one_line(error)})")
         return None
     misplaced = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     check.problems += [
@@ -150,7 +151,7 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        return [f"its tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})"]
+        return [f"its tokenizer cannot be loaded ({one_line(error)})"]
     problems = []
     if len(tokenizer) > model.config.vocab_size:
         problems.append(

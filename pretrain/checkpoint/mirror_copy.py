@@ -93,9 +93,6 @@ class MirrorCopier:
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
-            "copied_time": None,
-            "bytes": None,
-            "seconds": None,
             "problem": None,
             "problem_since": None,
             "failures": 0,
@@ -173,7 +170,7 @@ class MirrorCopier:
         step = self.status["copied_step"]
         return "Nothing has been copied in this session." if step is None else f"The last copy is step {step:,}."
 
-    def pass_once(self, *, everything: bool = False) -> bool:
+    def pass_once(self, *, everything: bool) -> bool:
         """Copies one missing folder. Returns True if there may be more to copy.
 
         everything: also copies small files that have changed.
@@ -295,8 +292,8 @@ class MirrorCopier:
             if manifest is not None and step <= latest:
                 here[step] = manifest
         # Checkpoints that were pruned before they were copied.
-        known = {step for step in self.seen if name_of(step) in self.manifests}
-        dropped = {step for step in self.seen - here.keys() - known if step <= latest}
+        gone = self.seen - here.keys()
+        dropped = {step for step in gone if step <= latest and name_of(step) not in self.manifests}
         self.seen = set(here)
         if dropped and not self.status["dropped"]:
             behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
@@ -338,7 +335,7 @@ class MirrorCopier:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
         seconds = round(time.perf_counter() - started, 3)
-        self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
+        self.status["copied_step"] = step
         latest = latest_step(self.run) or 0
         copied = {"event": "mirror", "step": step, "bytes": size, "seconds": seconds, "latest_step": latest}
         self.notices.append(copied)

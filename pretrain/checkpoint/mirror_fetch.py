@@ -15,13 +15,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain import config
-from pretrain.checkpoint.mirror_lease import Lease, take_lease
+from pretrain.checkpoint.mirror_lease import take_lease
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
@@ -70,25 +70,21 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
         MirrorError: the mirror is unreachable and the run has no local checkpoint.
         LostMirrorError: there is no intact checkpoint.
     """
-    lease = None
+    held = ExitStack()
 
     def work() -> Exception | None:
-        nonlocal lease
         try:
-            lease = look(run, settings)
+            look(run, settings, held)
         except Exception as error:  # raised below, on all ranks
             is_told = isinstance(error, InputError | RunStoppedError)
             return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
 
-    problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
-    if problem is not None:
-        raise problem
-    try:
+    with held:
+        problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
+        if problem is not None:
+            raise problem
         yield
-    finally:
-        if lease is not None:
-            lease.release()
 
 
 def fetch_earlier(
@@ -135,12 +131,11 @@ def fetch_wanted(
     return ranks.gather(ranks.by_main(work, beat))[0]
 
 
-def look(run: Path, settings: config.Checkpoint) -> Lease | None:
-    """Implements `on_mirror` on the main rank. Returns the lease, or None if the mirror isn't writable."""
+def look(run: Path, settings: config.Checkpoint, held: ExitStack) -> None:
+    """Implements `on_mirror` on the main rank. `held` releases the lease, if the mirror is writable."""
     store = connect(settings, run)
     here = newest_sealed(run)
     own = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
-    lease = None
     claim: dict[str, Any] = {
         "start": uuid.uuid4().hex,
         "claimed": None,
@@ -157,7 +152,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
         try:
-            lease = take_lease(store, claim["start"], own)
+            held.callback(take_lease(store, claim["start"], own).release)
         except InputError:
             raise
         except Exception as error:  # the mirror may be read-only
@@ -173,13 +168,9 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         elif here is None:
             require_no_loss(run, store)
     except (InputError, RunStoppedError):
-        if lease is not None:
-            lease.release()
         raise
     except Exception as error:  # error types depend on the file system
         if newest_sealed(run) is None:
-            if lease is not None:
-                lease.release()
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
                 "checkpoint: starting from scratch could overwrite a run on the mirror; run the same command again "
@@ -188,7 +179,6 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         claim["problem"] = f"could not be reached or written to at startup ({one_line(error)})"
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
-    return lease
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pretrain.checkpoint.mirror_store import MirrorStore
@@ -62,16 +63,13 @@ class Lease:
             patiently(self._remove, LAST_SECONDS, retry=False)
 
     def _remove(self) -> None:
-        if self._is_held():
+        if is_held(self.store, self.number, self.values):
             self.store.system.rm_file(path_of(self.number))
-
-    def _is_held(self) -> bool:
-        return start_of(self.store.read(path_of(self.number))) == self.values["start"]
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             with suppress(Exception):  # retried at the next heartbeat
-                if not self._is_held():
+                if not is_held(self.store, self.number, self.values):
                     return
                 self.values["beat"] += 1
                 self.store.write(path_of(self.number), json.dumps(self.values).encode())
@@ -88,28 +86,28 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
     """
     values = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
     while True:
-        numbers = _asked(lambda: numbers_of(store))
+        numbers = _asked(numbers_of, store)
         last = max(numbers, default=0)
-        held = _asked(lambda last=last: store.read(path_of(last))) if numbers else None
-        if held is not None and start_of(held) != own:
+        held = _asked(read_lease, store, last) if numbers else None
+        if held is not None and held.get("start") != own:
             _require_silence(store, last, held)
-        if _asked(lambda last=last: _create(store, last + 1, values)):
+        if _asked(_create, store, last + 1, values):
             for number in numbers:
                 with suppress(FileNotFoundError):
-                    _asked(lambda number=number: store.system.rm_file(path_of(number)))
+                    _asked(store.system.rm_file, path_of(number))
             return Lease(store, last + 1, values)
 
 
-def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
+def _require_silence(store: MirrorStore, number: int, held: dict[str, Any]) -> None:
     """Waits until a lease is released or its holder is considered dead. Raises InputError if the holder is alive."""
-    holder = describe(held)
+    holder = f"process {held.get('pid', '?')} on {held.get('host', '?')}"
     seconds = SILENT_SECONDS - _age(store, number)
     if seconds > 0:
         say_stage(f"Waiting {seconds:.0f} s for a heartbeat from {holder}, which holds the lease on {store.address}")
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
-        found = _asked(lambda: store.read(path_of(number)))
+        found = _asked(read_lease, store, number)
         if found is None:
             return
         if found != held:
@@ -126,15 +124,15 @@ def _age(store: MirrorStore, number: int) -> float:
         return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
     try:
-        _asked(lambda: store.write(probe, b"now"))
+        _asked(store.write, probe, b"now")
         store.system.invalidate_cache()
-        now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
+        now, then = (_asked(store.system.modified, name) for name in (probe, path_of(number)))
         return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
     except Exception:  # not all file systems report modification times
         return 0.0
     finally:
         with suppress(Exception):
-            _asked(lambda: store.system.rm_file(probe))
+            _asked(store.system.rm_file, probe)
 
 
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
@@ -147,10 +145,9 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     # Even after an error, we may own the lease: a retried request fails if the first one succeeded.
     if problem is None and not _is_atomic(store):
         time.sleep(SETTLE_SECONDS)
-    found = store.read(path_of(number))
-    if found is None and problem is not None:
+    if problem is not None and read_lease(store, number) is None:
         raise problem
-    return start_of(found) == values["start"]
+    return is_held(store, number, values)
 
 
 def _is_atomic(store: MirrorStore) -> bool:
@@ -158,8 +155,8 @@ def _is_atomic(store: MirrorStore) -> bool:
     return any(name in ATOMIC for name in ([protocol] if isinstance(protocol, str) else protocol))
 
 
-def _asked(ask: Callable[[], Any]) -> Any:
-    return patiently(ask, ANSWER_SECONDS, retry=False)
+def _asked(ask: Callable[..., Any], *arguments: Any) -> Any:
+    return patiently(partial(ask, *arguments), ANSWER_SECONDS, retry=False)
 
 
 def numbers_of(store: MirrorStore) -> list[int]:
@@ -173,19 +170,17 @@ def path_of(number: int) -> str:
     return f"{FOLDER}/{number:08d}.json"
 
 
-def start_of(content: bytes | None) -> str | None:
-    """Returns the start ID in a lease. Returns None if the lease is missing or damaged."""
-    return _values(content).get("start")
-
-
-def describe(content: bytes) -> str:
-    """Describes a lease's holder, for messages."""
-    values = _values(content)
-    return f"process {values.get('pid', '?')} on {values.get('host', '?')}"
-
-
-def _values(content: bytes | None) -> dict[str, Any]:
+def read_lease(store: MirrorStore, number: int) -> dict[str, Any] | None:
+    """Returns a lease's contents, {} if it is damaged, or None if it doesn't exist."""
+    content = store.read(path_of(number))
+    if content is None:
+        return None
     with suppress(ValueError):
-        values = json.loads(content or b"")
+        values = json.loads(content)
         return values if isinstance(values, dict) else {}
     return {}
+
+
+def is_held(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
+    """Returns True if the process with these values holds the lease."""
+    return (read_lease(store, number) or {}).get("start") == values["start"]

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -25,8 +26,8 @@ import yaml
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
-from pretrain.files import SEAL_FILE, commit, damage_of_content, is_url, seal, sealed_files, shown
-from pretrain.runs.event_log import first_start, first_start_of, parse_lines
+from pretrain.files import SEAL_FILE, commit, is_url, seal, sealed_files, shown
+from pretrain.runs.event_log import first_start, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system
 
@@ -170,8 +171,8 @@ class MirrorStore:
         file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
         content = self.read(f"{name}/{file}") or b""
-        if problems := damage_of_content(file, content, entry):
-            raise DamagedCopyError(problems[0])
+        if hashlib.sha256(content).hexdigest() != entry.get("sha256"):
+            raise DamagedCopyError(f"{file} does not match its sha256")
         return json.loads(content)
 
     def files(self) -> list[str]:
@@ -200,8 +201,7 @@ class MirrorStore:
             self.unseal(name)
         entries = json.loads(manifest)["files"]
         for file, entry in entries.items():
-            path = f"{name}/{file}"
-            self.put_file(folder / file, path, entry)
+            self.put_file(folder / file, f"{name}/{file}", entry)
         before_seal()
         self.write(f"{name}/{SEAL_FILE}", manifest)
         if self.read(f"{name}/{SEAL_FILE}") != manifest:
@@ -249,27 +249,26 @@ class MirrorStore:
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        sealed = {}
         try:
             for file, entry in entries.items():
                 path = unfinished / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                sealed[file] = self._fetched(f"{name}/{file}", path, entry)
+                self._fetch(f"{name}/{file}", path, entry)
             if problems := check(unfinished):
                 raise DamagedCopyError("; ".join(problems))
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        commit(unfinished, target, sealed)
-        return sum(entry["bytes"] for entry in sealed.values())
+        commit(unfinished, target, entries)
+        return sum(entry["bytes"] for entry in entries.values())
 
-    def _fetched(self, remote: str, path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    def _fetch(self, remote: str, path: Path, entry: dict[str, Any]) -> None:
         """Downloads a file, with up to FETCH_TRIES attempts."""
         for tries_left in reversed(range(FETCH_TRIES)):
             try:
                 self.system.get_file(remote, str(path))
-                if (found := seal(path)) == entry:
-                    return found
+                if seal(path) == entry:
+                    return
                 problem = DamagedCopyError(f"{path.name} has the wrong sha256")
             except FileNotFoundError:
                 raise DamagedCopyError(f"{path.name} is missing") from None
@@ -337,8 +336,6 @@ def run_files(run: Path) -> dict[str, bytes]:
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
     """Lists problems with `checkpoint.mirror` that can be detected without connecting."""
     mirror = settings.mirror
-    if mirror is None:
-        return []
     if not mirror.strip():
         return ["checkpoint.mirror: is empty; use a folder, a URL such as s3://BUCKET/runs, or null"]
     if not is_url(mirror):
@@ -370,7 +367,9 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 
 def id_of_run(run: Path) -> str | None:
     """Returns the run's ID, or None if the run hasn't started yet."""
-    return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
+    with suppress(FileNotFoundError), open(run / METRICS_FILE, "rb") as log:
+        return first_start(log).get("start_id")
+    return None
 
 
 def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:

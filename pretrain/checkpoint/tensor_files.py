@@ -87,7 +87,7 @@ def shares(
     group: TensorGroup,
     rank: int,
     ranks: int,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[], None],
     *,
     on_host: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -102,14 +102,6 @@ class Segment:
         return self.drawn_before | {self.length: before + rounds * self.counts + begun}
 
 
-@dataclass(frozen=True)
-class ExpectedReads:
-    """One rank's micro-batches to prefetch from an object store, each identified by its first sample."""
-
-    begun: deque[int]
-    following: Iterator[int]
-
-
 class Batches:
     """Reads a run's micro-batches.
 
@@ -168,16 +160,18 @@ class Batches:
         self._span_located = 1
         self._windows_located = []
         self._is_remote = any(reader.manifest.url is not None for reader in self.readers.values())
-        self._expected: dict[tuple[int, int, int], ExpectedReads] = {}
-        manifests = [reader.manifest for reader in self.readers.values()]
-        self.dtype = np.dtype(manifests[0].dtype)
-        self.vocabulary_size = manifests[0].vocabulary_size
-        self.end_of_document_id = manifests[0].end_of_document_id
+        self._expected: dict[tuple[int, int, int], tuple[deque[int], Iterator[int]]] = {}
+        """{(rank, ranks, sequences): first samples of the micro-batches being prefetched, and of those after them}."""
+        self.manifest = next(iter(self.readers.values())).manifest
+        """The first source's manifest. All sources have the same tokenizer."""
+        self.dtype = np.dtype(self.manifest.dtype)
+        self.vocabulary_size = self.manifest.vocabulary_size
+        self.end_of_document_id = self.manifest.end_of_document_id
         self._transform = None
         if data.transformations:
             from pretrain.data.transformations import Transformations
 
-            self._transform = Transformations(data, manifests[0], seed)
+            self._transform = Transformations(data, self.manifest, seed)
         self.packings = self._packed() if data.sampling == "best_fit" else {}
         """{(source index, window length): packed windows}; empty for samplers other than best_fit."""
 
@@ -251,9 +245,9 @@ class Batches:
         """
         from pretrain.data.object_store import BLOCK_BYTES, BLOCKS_AHEAD, block_reader
 
-        reads = self._expected.get(who)
-        if reads is None or not reads.begun or reads.begun[0] != first:
-            reads = self._expected[who] = ExpectedReads(deque(), self._first_samples(length, step, micro_step, who))
+        begun, following = self._expected.get(who, (deque(), iter(())))
+        if not begun or begun[0] != first:
+            begun, following = self._expected[who] = deque(), self._first_samples(length, step, micro_step, who)
         rows = who[2]
         blocks = rows * (1 + -(-length * self.dtype.itemsize // BLOCK_BYTES))
         ahead = max(1, BLOCKS_AHEAD // (blocks * len(self._expected)))
@@ -261,14 +255,14 @@ class Batches:
         if self.packings:
             pools = len(self.folders) * max(packing.pool_bytes for packing in self.packings.values())
             block_reader(self.data.cache).keep(-(-pools // BLOCK_BYTES))
-        while len(reads.begun) <= ahead and (sample := next(reads.following, None)) is not None:
+        while len(begun) <= ahead and (sample := next(following, None)) is not None:
             for source, start in self.locate(sample, rows):
                 if self.packings:
                     self.packings[source, length].expect(start // length)
                 else:
                     self.readers[self.folders[source]].expect(start, length + 1)
-            reads.begun.append(sample)
-        reads.begun.popleft()
+            begun.append(sample)
+        begun.popleft()
 
     def _first_samples(self, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> Iterator[int]:
         """Yields the first sample of each micro-batch, from this one to the last with this window length."""

@@ -46,16 +46,6 @@ def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
-    """Lists the Hub IDs of the datasets that the shards were made from."""
-    found = [
-        source["path"]
-        for source in manifest.get("sources") or []
-        if isinstance(source, dict) and "split" in source and is_hub_id(source.get("path"))
-    ]
-    return list(dict.fromkeys(found))
-
-
 def is_hub_id(name: Any) -> bool:
     """Returns True if a name has the form owner/name and isn't a local path."""
     return (

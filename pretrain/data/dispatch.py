@@ -1,6 +1,5 @@
 """Dispatches batches if only the first rank can read the shards: it reads and sends all ranks' windows."""
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,7 @@ def describe_shards(data: Data) -> str:
     """Describes a recipe's shards as JSON, for the other ranks."""
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in _sources(data))
     found = [(*pair, _found(*pair)) for pair in pairs]
-    return json.dumps(DESCRIPTION.dump_python(found, mode="json"))
+    return DESCRIPTION.dump_json(found).decode()
 
 
 def _sources(data: Data) -> list[Shards]:
@@ -49,7 +48,7 @@ def _found(folder: str, tokenizer: str | None) -> FoundShards:
 
 def rely_on_description(data: Data, description: str) -> None:
     """Stores the result of `describe_shards` in the recipe's sources, so that this rank doesn't open their folders."""
-    entries = DESCRIPTION.validate_python(json.loads(description))
+    entries = DESCRIPTION.validate_json(description)
     shards = {(folder, tokenizer): found for folder, tokenizer, found in entries}
     for source in _sources(data):
         source._found = shards[str(source.shards), source.tokenizer]

@@ -31,6 +31,8 @@ from pretrain.files import fingerprint_of
 if TYPE_CHECKING:
     import h5py
 
+    from pretrain.data.tokenizer import LoadedTokenizer
+
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])(val(id|idation)?|dev)([_.-]|$)")
 LLM_C_MAGIC = (20240520, 20240801)
@@ -39,7 +41,6 @@ IDX_SUFFIX = ".idx"
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
 # Megatron has no uint32. All IDs are below 2^31, so int32 and uint32 have the same bits.
-IDX_CODES = {"uint16": 8, "uint32": 4}
 IDX_DTYPES = {8: "uint16", 4: "uint32"}
 USUAL_HDF5_NAME = "tokens"
 COUNTED_IDS = 1 << 20
@@ -84,7 +85,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     if len(dtypes) > 1:
         raise InputError(f"{path}: the files contain IDs of different types ({', '.join(sorted(dtypes))})")
     (dtype,) = dtypes
-    sizes = _token_bytes(loaded.json, loaded.vocabulary_size, loaded.end_of_document_id)
+    sizes = _token_bytes(loaded)
     digest = hashlib.sha256(loaded.sha256.encode())
     shards = []
     for split, file in files.items():
@@ -141,17 +142,14 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
     return dtype
 
 
-def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.ndarray:
+def _token_bytes(tokenizer: "LoadedTokenizer") -> np.ndarray:
     """Returns (vocabulary,) number of UTF-8 bytes per token ID."""
-    from tokenizers import Tokenizer
-
-    vocabulary = Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True)
     # Byte-level tokenizers represent each byte as one character. Others represent a space as U+2581.
-    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer_json).get("decoder"))
-    sizes = np.zeros(vocabulary_size, np.int64)
-    for token, number in vocabulary.items():
+    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.json).get("decoder"))
+    sizes = np.zeros(tokenizer.vocabulary_size, np.int64)
+    for token, number in tokenizer.backend.get_vocab().items():
         sizes[number] = len(token) if is_byte_level else len(token.replace("\u2581", " ").encode())
-    sizes[end] = 0
+    sizes[tokenizer.end_of_document_id] = 0
     return sizes
 
 

@@ -136,14 +136,13 @@ def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
             given = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
             problems.append(f"{path}: {where}: {problem['msg']}{given}; restore it or prepare it again")
         raise InputError(*problems) from None
+    contents = vars(found)
+    tokenizer = contents.pop("tokenizer")
     return Manifest(
+        **contents,
         folder=folder,
-        tokenizer_name=found.tokenizer.name,
-        tokenizer_sha256=found.tokenizer.sha256,
-        vocabulary_size=found.vocabulary_size,
-        end_of_document_id=found.end_of_document_id,
-        dtype=found.dtype,
-        shards=found.shards,
+        tokenizer_name=tokenizer.name,
+        tokenizer_sha256=tokenizer.sha256,
         sha256=hashlib.sha256(content).hexdigest(),
         source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
         input_format=(fields.get("options") or {}).get("format"),

@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import manifest_of
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of, load_tokenizer
+from pretrain.data.tokenizer import LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.model.pretrained import NewTokens
 
@@ -41,36 +41,31 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
             "the first process has it; train one step on the first machine only, and continue from its final/"
         )
     new = load_tokenizer(manifest.tokenizer_folder)
-    old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
-    ids = new_backend.get_vocab(with_added_tokens=True)
-    moved = [
-        token for token, number in old_backend.get_vocab(with_added_tokens=True).items() if ids.get(token) != number
-    ]
-    if moved:
+    ids = new.backend.get_vocab()
+    if moved := [token for token, number in old.backend.get_vocab().items() if ids.get(token) != number]:
         raise InputError(
             f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} IDs) is not an extension of the "
             f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have a different ID or none, such as "
             f"{moved[0]!r}; prepare the data with the model's own tokenizer, or with an extension of it made by "
             "prepare_data.py --tokenizer ... --train_tokenizer SIZE"
         )
-    added = new_backend.get_added_tokens_decoder()
+    added = new.backend.get_added_tokens_decoder()
     parts: list[list[int]] = [[] for _ in range(new.vocabulary_size - old.vocabulary_size)]
     for token, number in ids.items():
         if number < old.vocabulary_size:
             continue
         if number in added:
-            parts[number - old.vocabulary_size] = old_backend.encode(token, add_special_tokens=False).ids
+            parts[number - old.vocabulary_size] = old.backend.encode(token, add_special_tokens=False).ids
         else:  # applies only the merges, because a token may be part of a character
-            parts[number - old.vocabulary_size] = [part.id for part in old_backend.model.tokenize(token)]
+            parts[number - old.vocabulary_size] = [part.id for part in old.backend.model.tokenize(token)]
     return NewTokens(old.vocabulary_size, parts, model_config.vocab_size)
 
 
 def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None:
     """Raises InputError if the tokenizers assign different tokens to an ID. Ignores added tokens."""
-    old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
-    old_tokens = {number: token for token, number in old_backend.get_vocab(with_added_tokens=True).items()}
-    added = old_backend.get_added_tokens_decoder().keys() | new_backend.get_added_tokens_decoder().keys()
-    ids = {number: token for token, number in new_backend.get_vocab(with_added_tokens=True).items()}
+    old_tokens = {number: token for token, number in old.backend.get_vocab().items()}
+    added = old.backend.get_added_tokens_decoder().keys() | new.backend.get_added_tokens_decoder().keys()
+    ids = {number: token for token, number in new.backend.get_vocab().items()}
     others = sorted(number for number, token in ids.items() if number not in added and old_tokens.get(number) != token)
     if others:
         first = others[0]

@@ -23,7 +23,7 @@ from pretrain.config import DataCache
 from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
-from pretrain.remote import remote_folder
+from pretrain.urls import remote_folder
 
 BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
@@ -177,7 +177,7 @@ class BlockReader:
     disk: on-disk cache, reused after a restart and shared with the machine's other processes.
     """
 
-    def __init__(self, disk: "DiskCache | None" = None):
+    def __init__(self, disk: "DiskCache | None"):
         self._disk = disk
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="object_store")
         self._lock = threading.Lock()

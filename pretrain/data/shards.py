@@ -72,23 +72,22 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 
         return remote_manifest(str(folder))
     folder = Path(folder)
-    if not (folder / MANIFEST_FILE).is_file():
-        from pretrain.data.foreign_shards import foreign_files, foreign_manifest
-
-        if foreign_files(folder):
-            return foreign_manifest(folder, tokenizer)
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: no such folder of prepared shards; prepare it with the commands at the top of the recipe, or "
-            f"with python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
-        )
     path = folder / MANIFEST_FILE
-    if not path.is_file():
+    if path.is_file():
+        return parse_manifest(folder, str(path), path.read_bytes())
+    from pretrain.data.foreign_shards import foreign_files, foreign_manifest
+
+    if foreign_files(folder):
+        return foreign_manifest(folder, tokenizer)
+    if folder.is_dir():
         raise InputError(
             f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
             f"run its prepare_data.py command (if it was interrupted, it continues where it stopped)"
         )
-    return parse_manifest(folder, str(path), path.read_bytes())
+    raise InputError(
+        f"{folder}: no such folder of prepared shards; prepare it with the commands at the top of the recipe, or "
+        f"with python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
+    )
 
 
 class ShardReader:

@@ -34,6 +34,11 @@ class LoadedTokenizer:
         """Hash of tokenizer.json."""
         return hashlib.sha256(self.json).hexdigest()
 
+    @property
+    def backend(self) -> "Tokenizer":
+        """The tokenizer, for encoding and decoding."""
+        return backend_of(self.json, self.name)
+
     def save(self, folder: Path) -> None:
         """Writes a folder that `AutoTokenizer.from_pretrained` can load."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
             f"{name_or_path}: cannot be read: {error.strerror}; make it readable, or use another tokenizer"
         ) from None
     backend = backend_of(content, str(name_or_path))
-    vocabulary = backend.get_vocab(with_added_tokens=True)
+    vocabulary = backend.get_vocab()
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
     specials = {added.content for added in backend.get_added_tokens_decoder().values() if added.special}
     if token not in vocabulary:

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from pretrain.config import Data, ModelSource
+from pretrain.config import Data, RunConfig
 from pretrain.data.shards import manifest_of
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_recipe_model_config, padded_vocabulary
@@ -17,22 +17,22 @@ def vocabulary_of(data: Data) -> int | None:
         return None
 
 
-def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
+def planned_model_config(config: RunConfig) -> PreTrainedConfig:
     """Returns the recipe's model config, with the shards' vocabulary size if it doesn't set one.
 
     Raises the InputErrors of `load_recipe_model_config`.
     """
-    return load_recipe_model_config(model, vocabulary_of(data))
+    return load_recipe_model_config(config.model, vocabulary_of(config.data))
 
 
-def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
+def assumed_vocabulary(config: RunConfig, model_config: PreTrainedConfig) -> list[str]:
     """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet.
 
     Returns [] if the model config sets vocab_size.
     """
-    if vocabulary_of(data) is not None:
+    if vocabulary_of(config.data) is not None:
         return []
-    if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
+    if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:
         return []
     return [
         f"vocabulary: depends on the data, which is not prepared yet. Planned with {model_config.vocab_size:,} "

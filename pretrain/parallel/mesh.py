@@ -134,7 +134,7 @@ class MeshStrategy(Strategy):
         if sizes is None:
             return problems
         with suppress(InputError):  # `derive` reports this error
-            model_config = planned_model_config(config.model, config.data)
+            model_config = planned_model_config(config)
             of_model = model_problems(model_config, sizes, config.pipeline.schedule)
             if config.optim.name == "adamw_8bit" and not of_model:  # otherwise there are no shards to check
                 from pretrain.parallel.block_tiles import blocks_problems

@@ -44,12 +44,6 @@ def first_start(lines: Iterable[bytes]) -> Event:
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
-def first_start_of(run: Path) -> Event:
-    """Returns the run's first `start` event, or {}."""
-    with open(run / METRICS_FILE, "rb") as file:
-        return first_start(file)
-
-
 def last_position(run: Path) -> dict[str, int]:
     """Returns {step, tokens} of the newest event that contains both, or zeros. Reads only the end of the log."""
     with open(run / METRICS_FILE, "rb") as file:

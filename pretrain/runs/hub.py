@@ -1,20 +1,10 @@
-"""Checks a run's Hub settings, and starts publish.py in the background."""
+"""Checks a run's Hub settings, and defines the paths and names used to publish it."""
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretrain.errors import did_you_mean
-from pretrain.files import ROOT
-from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
-
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
+from pretrain.runs.run_folder import EVALUATIONS
 
 STAGING = "publish"
 """Subfolder of a run for staged models and the log of background publishing."""
@@ -77,44 +67,6 @@ def login_problems() -> list[str]:
     return ["not logged in to the Hub: run `hf auth login`, or set HF_TOKEN to a token with write access"]
 
 
-def publish_in_background(config: "RunConfig", step: int | None) -> str | None:
-    """Starts publish.py for a run's checkpoint, or for final/ if `step` is None, and returns immediately.
-
-    publish.py outlives this process, retries failed uploads, logs to RUN/publish/publish.log and records the outcome
-    in metrics.jsonl. The checkpoint must be committed, and must not be pruned during the upload. Returns an error
-    message if publish.py can't be started, otherwise None.
-    """
-    run = config.output
-    repository = config.hub.repository
-    command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
-    command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", config.publish.license, "--beside_training"]
-    command += ["--language", *config.publish.language] if config.publish.language else []
-    command += ["--private"] if config.hub.private else []
-    command += ["--trust_remote_code"] if config.trust_remote_code else []
-    revision = "main" if step is None else revision_of(step)
-    command = ["nice", "-n", "10", *command] if shutil.which("nice") else command
-    environment = environment_alone()
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    try:
-        (run / STAGING).mkdir(exist_ok=True)
-        with open(run / STAGING / "publish.log", "ab") as log, open(waiting_mark(run, revision), "a+b") as mark:
-            hold_while_open(mark)
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                # Signals to the trainer, and its exit, must not affect publish.py.
-                start_new_session=True,
-                pass_fds=[mark.fileno()],
-            )
-    except OSError as error:
-        return f"publishing to {repository} could not be started ({error}); run publish.py yourself"
-    return None
-
-
 def evaluation_log(run: Path, checkpoint: str) -> Path:
     """Returns the path of a checkpoint's evaluation log, which the evaluation holds open (see processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
@@ -128,17 +80,3 @@ def revision_of(step: int) -> str:
 def waiting_mark(run: Path, revision: str) -> Path:
     """Returns the path of the marker file that exists while a model is being published."""
     return run / STAGING / f".{revision}{WAITING}"
-
-
-def cut_short(run: Path) -> list[int | None]:
-    """Returns the steps (None for final/) of existing models whose upload was interrupted by a crash."""
-    steps = []
-    for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
-        revision = mark.name.removeprefix(".").removesuffix(WAITING)
-        step = None if revision == "main" else int(revision.removeprefix("step-"))
-        folder = run / "final" if step is None else run / "checkpoints" / checkpoint_name(step)
-        if not folder.is_dir():
-            mark.unlink()
-        elif not is_held(mark):
-            steps.append(step)
-    return steps

@@ -44,13 +44,11 @@ def read_json(path: Path) -> dict:
 
 def read_config(run: Path) -> dict[str, Any]:
     """Reads config.yaml without validation, and updates old setting names. Returns {} if it is unreadable."""
-    import yaml
-
-    from pretrain.recipe import Loader
+    from pretrain.recipe import parse_yaml
 
     try:
-        values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        values = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return with_current_names(values)[0] if isinstance(values, dict) else {}
 

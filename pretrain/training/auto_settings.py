@@ -1,9 +1,8 @@
 """Resolves a recipe's `auto` settings."""
 
 import math
-from typing import Any
 
-from pretrain.config import Batch, RunConfig
+from pretrain.config import Batch, Optim, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import processes_launched
@@ -28,7 +27,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
         return config
     try:
-        model_config = planned_model_config(config.model, config.data)
+        model_config = planned_model_config(config)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
     except InputError:  # `derive` reports this error
@@ -39,18 +38,24 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     batch = auto_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
     per_step = batch.tokens_per_step
     tokens = tokens or budget.steps * per_step
-    values: dict[str, Any] = {}
     if optim.learning_rate == "auto":
-        values["learning_rate"] = float(f"{OPTIMIZERS[optim.name].auto_learning_rate(parameters, per_step):.3g}")
+        rate = float(f"{OPTIMIZERS[optim.name].auto_learning_rate(parameters, per_step):.3g}")
+        optim = optim.model_copy(update={"learning_rate": rate})
     if optim.weight_decay == "auto":
-        rate = values.get("learning_rate", optim.learning_rate)
-        rate = rate or learning_rate_for_batch(
-            optim.learning_rate_per_sequence, per_step // config.data.sequence_length
-        )
-        values["weight_decay"] = float(f"{scaling_law_weight_decay(parameters, tokens, per_step, rate):.2g}")
+        rate = peak_learning_rate(optim, per_step // config.data.sequence_length)
+        weight_decay = float(f"{scaling_law_weight_decay(parameters, tokens, per_step, rate):.2g}")
+        optim = optim.model_copy(update={"weight_decay": weight_decay})
     if optim.warmup_steps == "auto":
-        values["warmup_steps"] = scaling_law_warmup(parameters, tokens, per_step)
-    return config.model_copy(update={"batch": batch, "optim": optim.model_copy(update=values)})
+        warmup_steps = scaling_law_warmup(parameters, tokens, per_step)
+        optim = optim.model_copy(update={"warmup_steps": warmup_steps})
+    return config.model_copy(update={"batch": batch, "optim": optim})
+
+
+def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
+    """Returns the peak learning rate, scaled to the batch if the recipe sets it per sequence."""
+    if optim.learning_rate_per_sequence is not None:
+        return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
+    return optim.learning_rate
 
 
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
@@ -62,7 +67,7 @@ def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
     length = config.data.sequence_length
     if batch.tokens_per_step != "auto":
         return batch
-    levels = round(1 / batch.ramp.start) if batch.ramp else 1
+    levels = batch.ramp_levels
     per_level = 2 ** max(0, round(math.log2(scaling_law_batch(tokens) / (length * levels))))
     micro = batch.sequences_per_micro_batch
     while micro > 1 and per_level % (micro * processes):

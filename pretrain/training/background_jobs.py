@@ -9,23 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import ToolError, environment_alone, run_tool
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
-from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
+from pretrain.runs.hub import STAGING, WAITING, evaluation_log, revision_of, waiting_mark
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import duration_text
 
-if TYPE_CHECKING:
-    from pretrain.checkpoint.mirror_copy import MirrorCopier
-
-THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
+THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
+"""Shell script that runs a command, then removes the folder $0 and exits with the command's status."""
 
 STALLED_SECONDS = 1800.0
 """Seconds without a response from the mirror before a warning is logged."""
@@ -55,6 +52,22 @@ def task_arguments(settings: Benchmarks) -> list[str]:
     return arguments
 
 
+def start_beside(command: list[str], log: IO, held: IO, **environment: str) -> subprocess.Popen:
+    """Starts a command at low priority. It outlives this process, and holds `held` open (see processes.py)."""
+    hold_while_open(held)
+    # Not preexec_fn, which can deadlock in a multithreaded process.
+    niceness = ["nice", "-n", "10"] if shutil.which("nice") else []
+    return subprocess.Popen(
+        [*niceness, *command],
+        env=environment_alone() | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[held.fileno()],
+        start_new_session=True,  # so that the trainer's signals, such as Ctrl-C, don't reach it
+    )
+
+
 class Evaluations:
     """Evaluates checkpoints in separate processes started by the main rank.
 
@@ -82,10 +95,9 @@ class Evaluations:
         self.stop(folder)  # from before a rollback
         if is_held(log):
             return None  # still running from before a crash
-        environment = environment_alone()
-        # Empty for the CPU, which hides all GPUs.
-        environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
-        environment["OMP_NUM_THREADS"] = self.threads
+        command = ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)]
+        gpu = settings.device.removeprefix("cuda:").removeprefix("cpu")  # empty for the CPU, which hides all GPUs
+        environment = {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": self.threads}
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -93,18 +105,9 @@ class Evaluations:
                 if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
                     os.link(path, folder / path.name)
             with open(log, "a+b") as output:
-                hold_while_open(output)
-                # renice runs in the shell because preexec_fn can deadlock in a multithreaded process.
-                self._running[folder] = subprocess.Popen(
-                    ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that Ctrl-C doesn't reach it
-                )
+                self._running[folder] = start_beside(command, output, output, **environment)
         except OSError as error:
-            self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
+            self.metrics.warn(f"the evaluation of {folder.name} could not be started: {error}")
             shutil.rmtree(folder, ignore_errors=True)
         return self._running.get(folder)
 
@@ -116,7 +119,7 @@ class Evaluations:
             del self._running[folder]
             if process.returncode:
                 failed = f"the evaluation of {folder.name} failed with exit code {process.returncode}"
-                self.metrics.write("warning", message=f"{failed}; see {evaluation_log(self.run, folder.name)}")
+                self.metrics.warn(f"{failed}; see {evaluation_log(self.run, folder.name)}")
             else:
                 (model,) = read_json(folder.with_suffix(".json"))["models"]
                 for task, measures in model["tasks"].items():
@@ -147,15 +150,42 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
-    if metrics.is_main and (warning := publish_in_background(config, step)):
-        metrics.write("warning", message=warning)
+    """Starts publish.py for the checkpoint of `step`, or for final/ if None. Logs a warning if that fails.
+
+    publish.py retries failed uploads, logs to RUN/publish/publish.log and records the outcome in metrics.jsonl. The
+    checkpoint must be committed, and must not be pruned during the upload.
+    """
+    if not metrics.is_main:
+        return
+    run = config.output
+    repository = config.hub.repository
+    command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
+    command += ["--final"] if step is None else ["--checkpoint", str(step)]
+    command += ["--license", config.publish.license, "--beside_training"]
+    command += ["--language", *config.publish.language] if config.publish.language else []
+    command += ["--private"] if config.hub.private else []
+    command += ["--trust_remote_code"] if config.trust_remote_code else []
+    mark = waiting_mark(run, "main" if step is None else revision_of(step))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        mark.parent.mkdir(exist_ok=True)
+        with open(run / STAGING / "publish.log", "ab") as log, open(mark, "a+b") as held:
+            start_beside(command, log, held, **environment)
+    except OSError as error:
+        metrics.warn(f"publishing to {repository} could not be started ({error}); run publish.py yourself")
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
     """Restarts uploads that were interrupted by a machine crash."""
-    if metrics.is_main:
-        for step in cut_short(config.output):
+    if not metrics.is_main:
+        return
+    for mark in sorted((config.output / STAGING).glob(f".*{WAITING}")):
+        revision = mark.name.removeprefix(".").removesuffix(WAITING)
+        step = None if revision == "main" else int(revision.removeprefix("step-"))
+        folder = config.output / ("final" if step is None else f"checkpoints/{checkpoint_name(step)}")
+        if not folder.is_dir():
+            mark.unlink()
+        elif not is_held(mark):
             start_publishing(config, step, metrics)
 
 
@@ -171,7 +201,7 @@ def numbers_of(model: dict[str, Any]) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a background thread on the main rank.
+    """Copies the run to `checkpoint.mirror` in a background thread. Used on the main rank.
 
     Only `settle` and `close` wait for the mirror.
     """
@@ -180,14 +210,10 @@ class MirrorCopies:
         self.run = run
         self.settings = settings
         self.metrics = metrics
-        self._copier: MirrorCopier | None = None
-        self._thread: threading.Thread | None = None
         self._is_silent = False
         """True if the mirror has not responded for STALLED_SECONDS."""
         self._damaged: dict[str, str] = {}
-        if not metrics.is_main:
-            return
-        from pretrain.checkpoint import mirror_copy
+        from pretrain.checkpoint.mirror_copy import MirrorCopier
         from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect
 
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
@@ -196,28 +222,23 @@ class MirrorCopies:
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(
+            metrics.warn(
                 f"the mirror {problem}; the run continues from its own folder and reports missing copies at the end"
             )
-        self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
+        self._copier = MirrorCopier(run, connect(settings, run), settings)
         # A daemon thread, so that an unresponsive mirror can't block the exit.
         self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
-    def _warn(self, message: str) -> None:
-        self.metrics.write("warning", message=message)
-
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Warns about newly damaged files, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
-            self._warn(f"damaged on the mirror: {named(fresh)}; files with a local copy will be copied again")
+            self.metrics.warn(f"damaged on the mirror: {named(fresh)}; files with a local copy will be copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
         """Logs new copies, and warns once about each failure. Doesn't block."""
         copier = self._copier
-        if copier is None:
-            return
         self._warn_of_damage(dict(copier.damaged))
         while copier.notices:
             self.metrics.write(**copier.notices.popleft())
@@ -226,12 +247,10 @@ class MirrorCopies:
         self._is_silent = seconds > STALLED_SECONDS and self._thread.is_alive()
         if self._is_silent and not was:
             silence = f"the mirror {copier.store.address} has not responded for {duration_text(seconds)}"
-            self._warn(f"{silence}. {copier.last_copy} Training does not wait.")
+            self.metrics.warn(f"{silence}. {copier.last_copy} Training does not wait.")
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits up to `mirror_wait_seconds` for copying to finish, and reports missing copies."""
-        if self._copier is None:
-            return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
         self._copier.settle()
         with self.metrics.doing("copying to the mirror"):
@@ -247,7 +266,7 @@ class MirrorCopies:
                 f"Files that exist in {self.run} will be replaced by the next copy; restore or remove the others on "
                 "the mirror."
             )
-            self._warn(f"still damaged on the mirror: {named(left)}. {what_now}")
+            self.metrics.warn(f"still damaged on the mirror: {named(left)}. {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
@@ -257,14 +276,15 @@ class MirrorCopies:
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"could not copy {missing} to the mirror {waited}; to copy the files from {self.run}, run {again}")
+        self.metrics.warn(
+            f"could not copy {missing} to the mirror {waited}; to copy the files from {self.run}, run {again}"
+        )
 
     def close(self) -> None:
         """Copies the rest of the log and stops the thread."""
-        if self._copier is not None:
-            seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
-            self._copier.end()
-            self._thread.join(seconds)
+        seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
+        self._copier.end()
+        self._thread.join(seconds)
 
 
 def named(damaged: dict[str, str]) -> str:

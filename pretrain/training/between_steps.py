@@ -50,7 +50,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     log.write("train", step=step, tokens=run.state.tokens, **figures)
     for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
         if warning:
-            log.write("warning", step=step, message=warning)
+            log.warn(warning, step=step)
     if run.evaluations:
         run.evaluations.fetch()
     if run.mirror:
@@ -206,7 +206,7 @@ def report_saves(run: Run) -> None:
                 f"the checkpoint at step {save.step:,} was not saved: {save.problem}; training continues, and "
                 "earlier checkpoints are unaffected"
             )
-            run.log.write("warning", step=save.step, message=message)
+            run.log.warn(message, step=save.step)
             continue
         figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
         run.log.write("checkpoint", step=save.step, path=save.folder.name, **figures)
@@ -256,11 +256,11 @@ def _measure_benchmarks(run: Run) -> None:
             beat=beat,
         )
         if isinstance(found, str):
-            run.warn(f"benchmarks could not run: {found}")
+            run.log.warn(f"benchmarks could not run: {found}")
             return
         scores, shortened = found
         if shortened:
-            run.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
+            run.log.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
         tasks = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}

@@ -107,10 +107,11 @@ def build_training(
     strategy.after_update = ()
     strategy.untrained = None
     if plan.router_losses.routers:
-        from pretrain.training.experts import Experts
+        from pretrain.training.experts import Experts, followed_routers
 
-        experts = Experts(causal_lm, strategy, plan.router_losses)  # must be hooked before compilation
-        experts.attach()
+        if followed_routers(causal_lm):
+            experts = Experts(causal_lm, strategy, plan.router_losses)  # must be hooked before compilation
+            experts.attach()
     if config.optim.muon.qk_clip:
         from pretrain.training.qk_clip import QkClip
 

@@ -435,7 +435,7 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
 
 
 def continuation_problems(
-    found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
+    found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool
 ) -> list[str]:
     """Lists the reasons why a run can't continue from a checkpoint with this identity, with the differing model keys.
 

@@ -42,14 +42,13 @@ class Diagnostics:
         name_of = {module: name for name, module in causal_lm.named_modules(remove_duplicate=False)}
         self.layers = layers_of(causal_lm)
         prefixes = [f"{name_of[layer]}." for layer in self.layers]
-        self.row_of: dict[str, int] = {}
-        """{matrix name: row}. Excludes norms and biases."""
         shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
         places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
-        self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
-        """Row names, in model order: embedding, layers, and the head unless it is tied."""
         rows = {place: row for row, place in enumerate(dict.fromkeys(places.values()))}
+        self.names = [place.removesuffix(".weight").removesuffix(".") for place in rows]
+        """Row names, in model order: embedding, layers, and the head unless it is tied."""
         self.row_of = {name: rows[place] for name, place in places.items()}
+        """{matrix name: row}. Excludes norms and biases."""
         self.rows_of_layers = [rows[prefix] for prefix in prefixes]
         self.elements = [0] * len(rows)
         for name, row in self.row_of.items():
@@ -141,28 +140,23 @@ class Watched:
         """Attaches the hooks within the context."""
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
-                stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
+                record_output = functools.partial(self.record_output, number)
+                record_units = functools.partial(self.record_units, number)
+                stack.enter_context(layer.register_forward_hook(record_output))
                 for matrix in last_matrices(layer):
-                    stack.enter_context(matrix.register_forward_pre_hook(self.units_hook(number)))
+                    stack.enter_context(matrix.register_forward_pre_hook(record_units))
             stack.enter_context(self.attention())
             yield
 
-    def output_hook(self, number: int) -> Callable:
-        def hook(layer: nn.Module, inputs: tuple, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self.squares[number] += hidden.float().square().sum()
-            self.elements[number] += hidden.numel()
+    def record_output(self, number: int, layer: nn.Module, inputs: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.squares[number] += hidden.float().square().sum()
+        self.elements[number] += hidden.numel()
 
-        return hook
-
-    def units_hook(self, number: int) -> Callable:
-        def hook(matrix: nn.Module, inputs: tuple) -> None:
-            units_NF = inputs[0].detach().float().flatten(0, -2)
-            self.magnitudes.setdefault(number, []).append(
-                torch.cat([units_NF.abs().amax(0), units_NF.square().mean()[None]])
-            )
-
-        return hook
+    def record_units(self, number: int, matrix: nn.Module, inputs: tuple) -> None:
+        units_NF = inputs[0].detach().float().flatten(0, -2)
+        magnitudes = torch.cat([units_NF.abs().amax(0), units_NF.square().mean()[None]])
+        self.magnitudes.setdefault(number, []).append(magnitudes)
 
     @contextmanager
     def attention(self) -> Iterator[None]:

@@ -69,7 +69,7 @@ def _export_and_publish(run: Run) -> Path:
     weights = run.config.export.weights
     if weights == "average" and not run.state.average:
         message = "export.weights: average, but the run ended before averaging began; final/ contains the raw weights"
-        run.log.write("warning", step=run.state.step, message=message)
+        run.log.warn(message, step=run.state.step)
         weights = "raw"
     with run.strategy.averaged() if weights == "average" else nullcontext():
         final = _export(run, weights)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pretrain.model.routers import (
+    Router,
     RouterLosses,
     balancing_bias,
     expert_parameters,
@@ -144,23 +145,26 @@ def _followed(kind: type) -> type:
     return type(kind.__name__, (FollowedRouter, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
+def followed_routers(causal_lm: PreTrainedModel) -> list[Router]:
+    """Returns the model's routers whose load can be recorded."""
+    return [router for router in routers_of(causal_lm) if is_known(router, causal_lm.config)]
+
+
 class Experts:
     """Balances and monitors the experts of an MoE model during training. All methods are collective.
 
     A microbatch is the input to one forward pass: a micro-batch, or a pipeline microbatch.
 
     Args:
-        causal_lm: the model, after `Strategy.prepare` and before compilation.
+        causal_lm: the model, after `Strategy.prepare` and before compilation. It has `followed_routers`.
         losses: loss coefficients and bias rate. If they are 0, the load is still recorded.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
         self.strategy = strategy
         self.has_z_loss = losses.z_loss > 0
-        self.routers = [router for router in routers_of(causal_lm) if is_known(router, causal_lm.config)]
+        self.routers = followed_routers(causal_lm)
         self.sizes = [expert_parameters(router)[1] for router in self.routers]
-        if not self.routers:
-            return
         device = strategy.device
         layers = len(self.routers)
         most = max(self.sizes)
@@ -214,22 +218,18 @@ class Experts:
 
     def begin_step(self, micro_steps: int) -> None:
         """Sets the gradient scale for the step's microbatches."""
-        if self.routers:
-            self._microbatches = micro_steps * self.strategy.microbatches
-            self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
+        self._microbatches = micro_steps * self.strategy.microbatches
+        self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
 
     def count(self, rows: slice = slice(None)) -> None:
         """Adds these routers' records from the last forward pass to the step's sums."""
-        if self.routers:
-            self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
+        self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
         """Reduces the records over all ranks and updates the biases. Call it after the optimizer update.
 
         skipped: scalar on the device; 1 if the update was skipped, in which case the biases don't change.
         """
-        if not self.routers:
-            return
         # Cloned, because with one rank `sum` returns its argument.
         self._last_L3E = self.strategy.sum(self._sums_L3E, by_layer=True).clone()
         self._sums_L3E.zero_()
@@ -268,15 +268,13 @@ class Experts:
 
     def counts(self) -> list[list[int]] | None:
         """Returns the last step's assignments per layer and expert, for checkpoints; None before the first step."""
-        if not self.routers or not self._last_L3E[:, 0].any():
+        if not self._last_L3E[:, 0].any():
             return None
         rows = self._last_L3E[:, 0].tolist()
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
         """Restores `counts` from a checkpoint. None resets to an even load."""
-        if not self.routers:
-            return
         for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
             tensor.zero_()
         if counts is None:
@@ -303,8 +301,6 @@ class Experts:
 
         A load of 1 means perfectly balanced. Entropies are normalized by log E.
         """
-        if not self.routers:
-            return {}
         part_LE = self._share_LE / self._top_k_L[:, None]
         entropy_L = -torch.special.xlogy(part_LE, part_LE).sum(-1) / self._size_L.log().clamp(min=1e-9)
         load_LE = part_LE * self._size_L[:, None]
@@ -323,8 +319,6 @@ class Experts:
 
     def newly_dead(self) -> str | None:
         """Returns a warning about experts that have become dead since the last call, or None."""
-        if not self.routers:
-            return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()
         new_LE = dead_LE & ~self._reported_LE
         self._reported_LE = dead_LE

@@ -197,7 +197,7 @@ class Metrics:
         if self.is_main and config.trackers:
             from pretrain.training.trackers import Trackers
 
-            self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text), facts)
+            self._trackers = Trackers(config.output, config, self.warn, facts)
 
     @property
     def is_live(self) -> bool:
@@ -250,6 +250,10 @@ class Metrics:
             say(text, stream, color)
         if event in TRACKED and self._trackers is not None:
             self._trackers.log_event(event, values)
+
+    def warn(self, message: str, **values: Any) -> None:
+        """Writes a warning event."""
+        self.write("warning", **values, message=message)
 
     def energy(self) -> dict[str, float]:
         """Returns {'joules': energy used since the last call}; {} if unknown."""

@@ -171,8 +171,7 @@ def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> s
     try:
         model = _with_attention(reference, attention)
         inputs = _inputs(model, with_rows(attention, ["any"]), window)
-        arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
-        return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], arguments)
+        return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], _layout(inputs))
     except Exception:  # custom model code may raise anything; the test without rows reports it
         return set()
 
@@ -181,7 +180,7 @@ def _documents_problem(
     model: PreTrainedModel, reference: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float
 ) -> str | None:
     """Compares the logits and loss of a packed window with those of the separate documents."""
-    arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
+    arguments = _layout(inputs)
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
     window = ReferenceWindow.of(model.config)
     alone_BTV = _logits_alone(reference).view_as(packed_BTV)
@@ -202,6 +201,11 @@ def _documents_problem(
     if not abs(loss.cpu() - expected) <= tolerance * expected:
         return f"its loss is {loss:.5f}, but the loss computed from the library's logits is {expected:.5f}"
     return None
+
+
+def _layout(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the arguments of a forward pass that describe the documents."""
+    return {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
 
 
 @functools.lru_cache(maxsize=4)

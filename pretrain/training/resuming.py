@@ -31,7 +31,7 @@ def open_run(
     asked: CommandLine,
     strategy: Strategy,
     log: Metrics,
-    last_step: int | None = None,
+    last_step: int | None,
 ) -> Run:
     """Opens a run at its newest valid checkpoint, or at the checkpoint in branch_from, or at step 0.
 
@@ -47,7 +47,7 @@ def open_run(
     """
     checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
     run = Run(config, asked, strategy, log, checkpoints, plan, last_step)
-    run.loaded_from = checkpoints.newest_valid(log=run.warn)
+    run.loaded_from = checkpoints.newest_valid(run.log.warn)
     run.is_new = run.loaded_from is None
     if run.is_new and config.branch_from is not None:
         run.loaded_from = checkpoints.valid(trunk_checkpoint(config.branch_from))
@@ -80,7 +80,7 @@ def _resume(run: Run, has_final: bool) -> None:
     continuation = _restore_state(run, is_finished=has_final)
     if continuation.stable_until is not None:
         _fetch_earlier(run, continuation.stable_until)
-        stable = run.checkpoints.newest_valid(run.warn, at_most=continuation.stable_until)
+        stable = run.checkpoints.newest_valid(run.log.warn, at_most=continuation.stable_until)
         if stable is None:
             raise no_stable_checkpoint(run.saved.contents["plan"])
         ranks = run.strategy.ranks
@@ -162,7 +162,7 @@ def load_checkpoint(run: Run) -> None:
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
         message = f"averaging: the checkpoint contains no {settings.kind} average; starting a new one from its weights"
-        run.log.write("warning", step=state.step, message=message)
+        run.log.warn(message, step=state.step)
 
 
 def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:

@@ -76,7 +76,7 @@ class Run:
     logged_step: int = field(init=False)
     """Last step with a train event."""
     mirror: "MirrorCopies | None" = None
-    """Background copies to the mirror, if enabled."""
+    """Background copies to the mirror, if enabled. None on other ranks than the main one."""
     evaluations: "Evaluations | None" = None
     """Evaluations in separate processes, if enabled."""
     benchmarks: "Benchmarks | None" = None
@@ -125,10 +125,6 @@ class Run:
     def wants_decay(self) -> bool:
         """True if there is a request to start or shorten the final decay."""
         return self.request in (Request.SHORTEN, Request.ANNEAL)
-
-    def warn(self, message: str) -> None:
-        """Logs a warning."""
-        self.log.write("warning", message=message)
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pretrain.config import (
-    Batch,
     Budget,
     Cadence,
     CurriculumStage,
@@ -45,7 +44,6 @@ from pretrain.optim.learning_rate import (
     Annealing,
     Schedule,
     cooldown_steps_of_infinite,
-    learning_rate_for_batch,
 )
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.registry import parts_of_micro_batch
@@ -53,7 +51,7 @@ from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.registry import LOADED_CODE
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, setting, trunk_checkpoint
 from pretrain.terminal import say_stage
-from pretrain.training.auto_settings import resolve_auto
+from pretrain.training.auto_settings import peak_learning_rate, resolve_auto
 from pretrain.training.probe import probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
@@ -243,7 +241,6 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     is_last = step == plan.total_steps
     pauses = step == config.checkpoint.stop_at_step and not is_last
     evaluates = is_at(config.benchmarks)
-    samples_every = steps_between(config.samples, plan, config.interval_scale)
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
@@ -252,7 +249,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
         or (is_last and config.checkpoint.save_final)
         or (evaluates and config.benchmarks.where != "in_loop"),
         evaluates=evaluates,
-        samples=samples_every is not None and (is_last or step % samples_every == 0),
+        samples=config.samples.is_set and (is_last or is_at(config.samples)),
         diagnoses=is_at(config.diagnostics),
         compares_replicas=step % config.guard.replica_check_every_steps == 0,
         pauses=pauses,
@@ -265,13 +262,13 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     config = resolve_auto(config)
     problems = reference_problems(config)
     data = config.data
-    model_config = problems.attempt(planned_model_config, config.model, config.data)
+    model_config = problems.attempt(planned_model_config, config)
     if config.init == "pretrained":
         from pretrain.model.pretrained import find_weights
 
         problems.attempt(find_weights, config.model.config)
         if config.model.changes and model_config is not None:
-            problems += problems.attempt(unfitting_weights, config.model, model_config) or []
+            problems.attempt(require_fitting_weights, config.model, model_config)
     of_data = Problems()
     readers = of_data.attempt(open_training, data)
     device = problems.attempt(device_type) or "cpu"
@@ -312,7 +309,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
                 or []
             )
         if meta_model is not None:
-            problems += sampling_problems(config.samples, meta_model)
+            problems.attempt(require_generation, config.samples, meta_model)
             problems += checkpointing_problems(config, meta_model)
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
@@ -371,23 +368,21 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
     """
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
-    per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
+    per_rank = config.batch.tokens_per_step // (length * ranks * config.batch.ramp_levels)
     return max(n for n in range(parts, most + 1, parts) if per_rank % n == 0)
 
 
-def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists config changes that don't fit the pretrained weights. The vocabulary may grow."""
+def require_fitting_weights(source: ModelSource, model_config: Any) -> None:
+    """Raises InputError if config changes don't fit the pretrained weights. The vocabulary may grow."""
     own = load_model_config(source.config)
     rows = model_config.get_text_config().vocab_size
     if rows > own.get_text_config().vocab_size:  # new rows are initialized
         own = load_model_config(source.config, changes={VOCABULARY_KEY: rows})
-    changes = shape_changes(own, model_config)
-    if not changes:
-        return []
-    return [
-        f"model: {source}: init: pretrained uses the weights of {source.config}, but their shapes do not match "
-        f"the model ({changes}); omit changes that affect shapes, or train from scratch with init: scratch"
-    ]
+    if changes := shape_changes(own, model_config):
+        raise InputError(
+            f"model: {source}: init: pretrained uses the weights of {source.config}, but their shapes do not match "
+            f"the model ({changes}); omit changes that affect shapes, or train from scratch with init: scratch"
+        )
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
@@ -448,7 +443,7 @@ def reference_problems(config: RunConfig) -> Problems:
         problems += mirror_problems(config.output, config.checkpoint)
     if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
-    if benchmarks.every_steps or benchmarks.every_tokens:
+    if benchmarks.is_set:
         from pretrain.training.background_jobs import evaluation_problems
 
         problems += evaluation_problems(benchmarks)
@@ -482,7 +477,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     tokens = config.batch.tokens_per_step
     micro_batch = config.batch.sequences_per_micro_batch
     length = config.data.sequence_length
-    levels = ramp_levels(config.batch)
+    levels = config.batch.ramp_levels
     if micro_batch % parts:
         below = micro_batch // parts * parts
         above = below + parts
@@ -524,11 +519,6 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
             )
     problems.stop_if_any()
     return tokens // length
-
-
-def ramp_levels(batch: Batch) -> int:
-    """Returns the number of batch sizes in the ramp."""
-    return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
@@ -575,23 +565,13 @@ def schedule_of(
     )
 
 
-def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
-    """Returns the peak learning rate, scaled to the batch if the recipe sets it per sequence."""
-    if optim.learning_rate_per_sequence is not None:
-        return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
-    return optim.learning_rate
-
-
-def sampling_problems(settings: Samples, model: PreTrainedModel) -> list[str]:
-    """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
-    if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
-        return []
-    if model.can_generate():
-        return []
-    return [
-        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, or "
-        "omit samples"
-    ]
+def require_generation(settings: Samples, model: PreTrainedModel) -> None:
+    """Raises InputError if samples are enabled, but the model can't generate text."""
+    if settings.is_set and not model.can_generate():
+        raise InputError(
+            f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, "
+            "or omit samples"
+        )
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:

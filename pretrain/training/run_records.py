@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
+from pretrain.data.data_record import DATA_FILE, contamination_of, is_hub_id, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.files import IS_CHECKOUT, write_durably
+from pretrain.files import IS_CHECKOUT, ROOT, write_durably
 from pretrain.hardware import (
     DTYPES,
     describe_machine,
@@ -32,15 +32,15 @@ from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.parallel.strategy import device_type
 from pretrain.recipe import as_yaml
 from pretrain.registry import LOADED_CODE, digest_of
 from pretrain.runs.run_folder import read_json
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
-from pretrain.units import count_text, counted
+from pretrain.units import count_text, counted, table
 
-RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
+RECORD_FILES = ("config.yaml", "model.json", "strategy.json", "environment.json")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -63,11 +63,10 @@ def announce(run: Run, peak_source: str) -> str:
     log = run.log
     step = run.state.step
     is_main = strategy.ranks.is_main
-    missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
-    if is_main and missing:
-        write_record(config, plan, strategy, missing)
     if is_main:
-        record_new_sources(config, plan)
+        if missing := [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]:
+            write_record(run, missing)
+        record_sources(run)
         copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
     energy = meter.how if meter else None
@@ -96,7 +95,7 @@ def announce(run: Run, peak_source: str) -> str:
         log.say(run.continues)
     if is_main:
         for warning in start_warnings(config, plan, run.command_line.overridden, strategy.device):
-            log.write("warning", step=step, message=warning)
+            log.warn(warning, step=step)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
@@ -111,31 +110,28 @@ def announce(run: Run, peak_source: str) -> str:
     return start_id
 
 
-def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
+def write_record(run: Run, names: Iterable[str]) -> None:
     """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
-    data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
+    machine = describe_machine(run.strategy.device)
     packages = package_versions(RECORDED_PACKAGES)
-    commit = commit_of(Path(__file__).parent)
-    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages, "code": LOADED_CODE}
+    environment = {"commit": commit(), **machine, "packages": packages, "code": LOADED_CODE}
     texts = {
-        "config.yaml": as_yaml(config),
-        "model.json": plan.model_config.to_json_string(),
-        DATA_FILE: json.dumps(data, indent=1),
-        "strategy.json": json.dumps(strategy.describe(), indent=1),
+        "config.yaml": as_yaml(run.config),
+        "model.json": run.plan.model_config.to_json_string(),
+        "strategy.json": json.dumps(run.strategy.describe(), indent=1),
         "environment.json": json.dumps(environment, indent=1),
     }
-    config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
-        (config.output / name).write_text(texts[name], encoding="utf-8")
+        (run.config.output / name).write_text(texts[name], encoding="utf-8")
 
 
-def record_new_sources(config: RunConfig, plan: RunPlan) -> None:
-    """Adds the sources of a mixture that has changed since the run started to data.json."""
-    known = read_json(config.output / DATA_FILE)
-    new = {str(path): reader for path, reader in plan.batches.readers.items() if str(path) not in known}
-    if new:
-        records = {**known, **{path: data_record(reader) for path, reader in new.items()}}
-        write_durably(config.output / DATA_FILE, json.dumps(records, indent=1))
+def record_sources(run: Run) -> None:
+    """Adds the sources that aren't in data.json yet, as after a change of the mixture. Main rank only."""
+    path = run.config.output / DATA_FILE
+    known = {} if run.is_new else read_json(path)
+    readers = run.plan.batches.readers
+    if new := {folder: data_record(reader) for folder, reader in readers.items() if folder not in known}:
+        write_durably(path, json.dumps(known | new, indent=1))
 
 
 def copy_extensions(config: RunConfig) -> None:
@@ -150,15 +146,17 @@ def data_record(reader: ShardReader) -> dict:
     """Summarizes a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
     fields = read_json(manifest.folder / MANIFEST_FILE)
+    preparation = preparation_of(fields)
+    datasets = dict.fromkeys(dataset["name"] for dataset in preparation.get("datasets", ()))
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
         "vocabulary_size": manifest.vocabulary_size,
         "end_of_document_id": manifest.end_of_document_id,
         "totals": {split: counts_in(manifest.shards, split) for split in SPLITS},
-        "hub_datasets": hub_datasets_of(fields),
+        "hub_datasets": [name for name in datasets if is_hub_id(name)],
         "contamination": contamination_of(fields),
-        "preparation": preparation_of(fields),
+        "preparation": preparation,
         "input_files": len(manifest.source_names),
     }
 
@@ -172,12 +170,12 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def commit_of(folder: Path) -> str | None:
-    """Returns the git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
+def commit() -> str | None:
+    """Returns this code's git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
     if not IS_CHECKOUT:  # site-packages may be inside another repository
         return None
     # No tag matches, so git describes the commit by its hash.
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -228,7 +226,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **plan.router_losses.in_words(),
         **built,
     }
-    return in_rows(rows)
+    return table(list(rows.items()))
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
@@ -256,12 +254,6 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         "attention": "; rejected ".join([attention, *model.attention_passed_over]),
         **kernels,
     }
-
-
-def in_rows(rows: dict[str, str]) -> str:
-    """Formats {name: value} as lines with aligned values."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
@@ -325,7 +317,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 def benchmarks_without_steps(config: RunConfig) -> str | None:
     """Returns a warning if benchmarks are configured without an interval, or None."""
     benchmarks = config.benchmarks
-    if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
+    if benchmarks.is_set or benchmarks == type(benchmarks)():
         return None
     return "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"
 

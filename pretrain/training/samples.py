@@ -28,13 +28,8 @@ class Sampling:
     """Nucleus sampling (Holtzman et al., arXiv 1904.09751): sample from the top tokens with this total probability."""
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
-) -> torch.Tensor:
-    """Tokenizes a prompt to (1, T), like `pipeline("text-generation")`. An empty prompt starts a new document.
-
-    Raises InputError if the prompt and continuation are longer than `max_positions`.
-    """
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+    """Tokenizes a prompt to (1, T), like `pipeline("text-generation")`. An empty prompt starts a new document."""
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -43,13 +38,6 @@ def encode_prompt(
                 "--prompt '': this tokenizer has no token to start a document with; pass a non-empty prompt"
             )
         ids = [start]
-    if max_positions is not None and len(ids) + max_new_tokens > max_positions:
-        room = max_positions - len(ids)
-        advice = f"use at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
-        raise InputError(
-            f"--prompt: {len(ids):,} tokens and --max_new_tokens {max_new_tokens:,} exceed the model's "
-            f"{max_positions:,} positions; {advice}"
-        )
     return torch.tensor([ids])
 
 
@@ -67,27 +55,26 @@ def generate_text(
     """
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(sampling.seed)
-        output_BT = model.generate(ids_BT, streamer=streamer, **generation_arguments(model, ids_BT, sampling))
-    return tokenizer.decode(output_BT[0], skip_special_tokens=True)
-
-
-def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """Returns arguments for `model.generate` that override its generation config, except special token IDs."""
-    if not sampling.temperature:
-        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    else:
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
-        choice["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    # These override the model's generation config, except its special token IDs.
+    choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling.temperature:
+        limits = {"top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
+        choice = {"do_sample": True, "temperature": sampling.temperature, **limits}
     eos = model.generation_config.eos_token_id
     pad = model.generation_config.pad_token_id
-    return {
-        "attention_mask": torch.ones_like(ids_BT, device=model.device),
-        "max_new_tokens": sampling.max_new_tokens,
-        "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
-        **choice,
-    }
+    if pad is None:
+        pad = eos[0] if isinstance(eos, list) else eos
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(sampling.seed)
+        output_BT = model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=pad,
+            streamer=streamer,
+            **choice,
+        )
+    return tokenizer.decode(output_BT[0], skip_special_tokens=True)
 
 
 def sample_texts(
@@ -119,7 +106,7 @@ def sample_texts(
         texts = []
         longest = getattr(model_config, "max_position_embeddings", None) or math.inf
         for prompt in settings.prompts:
-            ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
+            ids_BT = encode_prompt(tokenizer, prompt)
             # A learned position embedding has no further rows, and a GPU would report only a device-side assert.
             new_tokens = min(settings.max_new_tokens, longest - ids_BT.shape[1])
             if new_tokens < 1:

@@ -30,7 +30,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.recipe import leaves
 from pretrain.runs.event_log import read_metrics
-from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
+from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.metrics import Metrics
 from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
 
@@ -118,12 +118,11 @@ def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
 @contextmanager
 def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
     """Locks the run folder within the context. Raises InputError on all ranks if another process holds the lock."""
-    existed = run.exists()
     with ExitStack() as held:
-        if ranks.is_main and not existed:
-            held.callback(remove_if_empty, run)  # runs after the lock is released
         problems = []
         if ranks.is_main:
+            if not run.exists():
+                held.callback(remove_if_empty, run)  # runs after the lock is released
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=ABANDONED_LOCK_SECONDS))
@@ -131,8 +130,8 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
                 problems = error.problems
             except OSError as error:
                 problems = [f"output: {run} is not writable ({error}); use another --output"]
-        if found := [problem for share in ranks.gather(problems) for problem in share]:
-            raise InputError(*found)
+        if problems := ranks.gather(problems)[0]:
+            raise InputError(*problems)
         yield
 
 
@@ -184,7 +183,7 @@ def starts_and_ends(run: Path) -> list[dict]:
     """Returns a run's `start` and `end` events. Each start also has the last logged step after it, as `reached`."""
     found = []
     start = {}
-    for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
+    for event in read_metrics(run):
         if event["event"] == "train":
             start["reached"] = event["step"]
         elif event["event"] in ("start", "end"):

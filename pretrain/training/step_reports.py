@@ -41,16 +41,6 @@ class _Arriving:
     request: int
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """All ranks' metrics while they are being exchanged."""
-
-    step: int
-    answers: list[torch.Tensor]
-    """One (5,) float64 tensor per rank, on the CPU: the four metrics and the request."""
-    work: dist.Work | None
-
-
 class Consensus:
     """Exchanges each step's metrics. All methods are collective."""
 
@@ -58,7 +48,11 @@ class Consensus:
         self.ranks = strategy.ranks
         self.reports_loss = torch.tensor(float(strategy.reports_loss), device=strategy.device)
         self._arriving: deque[_Arriving] = deque()
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[int, list[torch.Tensor], dist.Work | None]] = deque()
+        """(step, answers, work) while metrics are being exchanged.
+
+        The answers are one (5,) float64 tensor per rank, on the CPU: the four metrics and the request.
+        """
 
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
@@ -104,17 +98,17 @@ class Consensus:
         if self.ranks.count > 1:
             answers = [torch.empty_like(mine) for _ in range(self.ranks.count)]
             work = dist.all_gather(answers, mine, group=self.ranks.host_group, async_op=True)
-        self._sent.append(_Sent(arriving.step, answers, work))
+        self._sent.append((arriving.step, answers, work))
 
     def _receive(self) -> StepReport:
-        sent = self._sent.popleft()
-        if sent.work is not None:
-            sent.work.wait()
+        step, answers, work = self._sent.popleft()
+        if work is not None:
+            work.wait()
         # Python numbers, because a single torch or numpy call would take longer than all of this.
-        losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in sent.answers), strict=True)
+        losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in answers), strict=True)
         reported = [loss for loss, counts in zip(losses, reports_loss, strict=True) if counts]
         return StepReport(
-            step=sent.step,
+            step=step,
             loss=sum(reported) / len(reported),
             # Plain max() depends on the order if there is a NaN.
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),

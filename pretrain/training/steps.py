@@ -21,7 +21,7 @@ from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import Throughput
 from pretrain.training.probe import no_gradient
 from pretrain.training.run import Run
-from pretrain.training.run_plan import due_after, steps_between
+from pretrain.training.run_plan import due_after
 from pretrain.training.run_records import announce, machine_warnings
 from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
@@ -57,28 +57,26 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     watch_over(run, start_id)
     if run.state.step < run.plan.total_steps:
         run.log.expect("First step" if config.compile == "none" else "First step, which compiles the model")
-    batches = run.whole_plan.batches
-    run.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
+    run.tokenizer = run.whole_plan.batches.manifest.tokenizer_folder
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
-    if config.checkpoint.mirror is not None:
+    if config.checkpoint.mirror is not None and run.strategy.ranks.is_main:
         from pretrain.training.background_jobs import MirrorCopies
 
         run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     benchmarks = config.benchmarks
-    evaluates = steps_between(benchmarks, run.plan, config.interval_scale) is not None
-    if evaluates and benchmarks.where == "in_loop":
+    if benchmarks.is_set and benchmarks.where == "in_loop":
         from pretrain.training.benchmarks import Benchmarks
 
         run.benchmarks = Benchmarks(config.output, benchmarks, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
-    elif evaluates or (config.output / EVALUATIONS).exists():  # a crash may have left folders to remove
+    elif benchmarks.is_set or (config.output / EVALUATIONS).exists():  # a crash may have left folders to remove
         from pretrain.training.background_jobs import Evaluations
 
         run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
-    if steps_between(config.diagnostics, run.plan, config.interval_scale) is not None:
+    if config.diagnostics.is_set:
         from pretrain.training.diagnostics import Diagnostics
 
         run.diagnostics = Diagnostics(run.strategy)
@@ -100,7 +98,7 @@ def watch_over(run: Run, start_id: str) -> None:
     guard = run.config.guard
     run.consensus = Consensus(run.strategy)
     run.guard = new_guard(run)
-    run.control = Control(output, start_id, warn=run.warn)
+    run.control = Control(output, start_id, warn=run.log.warn)
     run.clock = TimeBudget(run.config.budget.minutes, run.state.seconds, run.log.started)
     here = (socket.gethostname(), pid_namespace())
     # The first process on each machine judges it.
@@ -108,7 +106,7 @@ def watch_over(run: Run, start_id: str) -> None:
     processes = ranks.gather((here, os.getpid(), own_warnings))
     machines = [(host, warnings) for (host, _), _, warnings in processes if warnings is not None]
     for warning in name_machines(machines):
-        run.log.write("warning", step=run.state.step, message=warning)
+        run.log.warn(warning, step=run.state.step)
     run.watch = Watch(
         output,
         ranks.rank,
@@ -283,7 +281,7 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
         try:
             yield partial(poll_or_interrupt, run)
         except WorkInterruptedError:
-            run.warn(f"{work} skipped because the run is stopping")
+            run.log.warn(f"{work} skipped because the run is stopping")
 
 
 def answer(run: Run) -> None:

@@ -75,6 +75,7 @@ class Watch:
     ):
         self.run = run
         self.rank = rank
+        self.heartbeat_path = heartbeat_path(run, rank)
         self.neighbors = list(neighbors)
         self.step_timeout_seconds = step_timeout_seconds
         self.held = held
@@ -123,10 +124,6 @@ class Watch:
         self._thread.join()
         signal.set_wakeup_fd(-1)
         self.heartbeat_path.unlink(missing_ok=True)
-
-    @property
-    def heartbeat_path(self) -> Path:
-        return heartbeat_path(self.run, self.rank)
 
     def _watch(self) -> None:
         tick = min(0.5, self.step_timeout_seconds / 40)

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import math
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -175,12 +176,15 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
             "copy the tokenizer files to the model folder"
         ) from error
     if arguments.prompt is not None:
-        job.prompt_ids_BT = encode_prompt(
-            job.tokenizer,
-            arguments.prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            max_positions=getattr(job.config, "max_position_embeddings", None),
-        )
+        job.prompt_ids_BT = encode_prompt(job.tokenizer, arguments.prompt)
+        tokens = job.prompt_ids_BT.shape[1]
+        positions = getattr(job.config, "max_position_embeddings", None) or math.inf
+        if (room := positions - tokens) < arguments.max_new_tokens:
+            advice = f"use at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
+            raise InputError(
+                f"--prompt: {tokens:,} tokens and --max_new_tokens {arguments.max_new_tokens:,} exceed the model's "
+                f"{positions:,} positions; {advice}"
+            )
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:

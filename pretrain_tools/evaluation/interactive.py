@@ -52,7 +52,7 @@ def continued(
 
     most: number of tokens that leave room for the continuation. If the text is longer, only its end is used.
     """
-    ids_BT = encode_prompt(tokenizer, text, max_new_tokens=sampling.max_new_tokens, max_positions=None)[:, -most:]
+    ids_BT = encode_prompt(tokenizer, text)[:, -most:]
     try:
         return generate_text(model, tokenizer, ids_BT, sampling, TextStreamer(tokenizer, skip_special_tokens=True))
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.training.metrics import finite
-from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
+from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
@@ -125,7 +125,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "format": "groundwork-evaluation",
         "version": 1,
         "settings": settings,
-        "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
+        "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit()},
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
     text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str for paths

@@ -320,7 +320,7 @@ def read_prediction(text: str) -> tuple[str, int, int]:
         from pretrain_tools.planning.candidates import work_of_run
 
         config = read_run_config(Path(text))
-        work = work_of_run(config, planned_model_config(config.model, config.data))
+        work = work_of_run(config, planned_model_config(config))
         return text, work.non_embedding, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
     numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}

@@ -171,7 +171,7 @@ def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
     from pretrain_tools.planning.memory import sizes_of
 
     config = read_run_config(recipe, changes)
-    return sizes_of(planned_model_config(config.model, config.data)).experts > 0
+    return sizes_of(planned_model_config(config)).experts > 0
 
 
 def updates_in_bf16(optimizer: str) -> bool:

@@ -310,7 +310,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "compile": "none" if is_cpu else "regional",
         }
     )
-    model_config = planned_model_config(config.model, config.data)
+    model_config = planned_model_config(config)
     return PlannedRun(config, model_config, budget.precision, hardware.device_type, hardware.gpu.memory_bytes)
 
 

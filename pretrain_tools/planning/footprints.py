@@ -33,7 +33,7 @@ def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory
 
 def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
     """Returns the planned memory of a recipe with the running strategy."""
-    model_config = planned_model_config(config.model, config.data)
+    model_config = planned_model_config(config)
     device = strategy.device
     run = PlannedRun(config, model_config, strategy.precision, device.type, memory_bytes(device))
     return footprint(run, launched_layout(strategy.name), config.batch.sequences_per_micro_batch)

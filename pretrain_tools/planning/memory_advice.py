@@ -79,7 +79,7 @@ def can_share(run: PlannedRun, parts: int) -> bool:
 def advise(facts: dict) -> list[str]:
     """Returns the suggestions for a run. facts: config, precision, device, strategy, ranks, memory_bytes."""
     config = RunConfig.model_validate(facts["config"])
-    model_config = planned_model_config(config.model, config.data)
+    model_config = planned_model_config(config)
     run = PlannedRun(config, model_config, facts["precision"], facts["device"], facts["memory_bytes"])
     return ladder(run, layout(facts["strategy"], facts["ranks"]), facts["memory_bytes"])
 

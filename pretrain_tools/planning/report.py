@@ -116,7 +116,7 @@ def build_plan(
     """Plans a recipe with every strategy and the best meshes. Raises InputError for an invalid recipe."""
     # Resolve auto settings for one process, as in --check.
     config = resolve_auto(config, processes=1)
-    model_config = planned_model_config(config.model, config.data)
+    model_config = planned_model_config(config)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
     mfu = mfu or default_mfu(work.active, hardware.device_type, hardware.gpu.peak_flops(precision))
@@ -132,7 +132,7 @@ def build_plan(
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     proposal = propose(case, candidates, config_path, overrides)
     # Missing data doesn't prevent planning. It is reported below the table.
-    problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
+    problems = Problems(assumed_vocabulary(config, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, mfu, candidates, recommended, command, storage_of(config, work), sources,

@@ -115,7 +115,7 @@ class StepProfile:
     def _finish(self, outcome: dict) -> None:
         if self.strategy.ranks.is_main:
             if "problem" in outcome:
-                self.log.write("warning", step=self.run.state.step, message=f"profile {outcome['problem']}")
+                self.log.warn(f"profile {outcome['problem']}", step=self.run.state.step)
             else:
                 self.log.write("profile", step=self.run.state.step, path=str(self.folder), **outcome)
         self._recording = None

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 
 import pytest
 
@@ -119,12 +120,12 @@ def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     """The first start is on a machine that was wrongly considered dead."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     settings = Checkpoint(mirror=str(mirror))
-    look(run, settings)
+    look(run, settings, ExitStack())
     copier = copier_of(run, mirror)
     copy_all(copier)
     monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 0.1)  # the first start seems dead
     elsewhere = tmp_path / "elsewhere/run"
-    look(elsewhere, settings)
+    look(elsewhere, settings, ExitStack())
     write_checkpoint(run, 8)
     assert copier.attempt(everything=False) and copier.status["is_over"]
     assert "another process" in copier.status["problem"] and steps_there(mirror) == [4]
@@ -228,4 +229,4 @@ def test_a_clock_set_back_skips_no_checkpoint(tmp_path):
     write_checkpoint(run, 8)
     os.utime(run / "checkpoints/LATEST", ns=(written.st_atime_ns, written.st_mtime_ns))
     copy_all(copier)
-    assert steps_there(mirror) == [4, 8] and copier.status["seconds"] >= 0
+    assert steps_there(mirror) == [4, 8] and copier.notices[-1]["seconds"] >= 0

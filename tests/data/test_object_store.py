@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
-from pretrain import remote, urls
+from pretrain import urls
 from pretrain.config import Data, DataCache
 from pretrain.data import object_store
 from pretrain.data.batches import Batches, open_training
@@ -141,7 +141,7 @@ def test_the_next_sequences_are_prefetched(tmp_path, monkeypatch):
     reader = block_reader(None)
     for future in list(reader._blocks.values()):
         future.result()
-    monkeypatch.setattr(remote.RemoteFolder, "read", lambda *_: pytest.fail("the step waits for the server"))
+    monkeypatch.setattr(urls.RemoteFolder, "read", lambda *_: pytest.fail("the step waits for the server"))
     for step in range(1, 60):
         batches.read(step, 0, 0, ranks=1, sequences=4)
 
@@ -218,7 +218,7 @@ def test_failed_reads_are_retried_but_not_forever(tmp_path, monkeypatch):
 
     monkeypatch.setattr(system, "cat_file", dead)
     reader = ShardReader(reader.manifest, "validation")
-    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(urls, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(UnreachableError, match=r"cannot be read within 0\.5 s: OSError: 503 Slow Down"):
         reader.read(0, ids[:10])
     with pytest.raises(UnreachableError, match=r"within 0\.5 s: OSError: 503 Slow Down"):
@@ -326,7 +326,7 @@ def repeated(shards, folder, times):
 
 
 IMPATIENT = {
-    "pretrain.remote.PATIENCE_SECONDS": 3.0,
+    "pretrain.urls.PATIENCE_SECONDS": 3.0,
     "pretrain.data.object_store.BLOCKS_AHEAD": 0,
     "pretrain.data.object_store.BLOCKS_KEPT": 0,
 }

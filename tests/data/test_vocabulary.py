@@ -22,29 +22,22 @@ def config_of(recipe, tmp_path):
     return config_of
 
 
-def planned(config):
-    return planned_model_config(config.model, config.data)
-
-
-def assumed(config, model_config):
-    return assumed_vocabulary(config.model, config.data, model_config)
-
-
 def test_the_shards_determine_an_automatic_vocabulary_size(config_of):
     auto = ("model.vocab_size", "auto")
     assert vocabulary_of(config_of(300).data) == 300
-    assert planned(config_of(300)).vocab_size == 512
-    assert planned(config_of(300, auto)).vocab_size == 320
-    assert planned(config_of(700, auto)).vocab_size == 704
+    assert planned_model_config(config_of(300)).vocab_size == 512
+    assert planned_model_config(config_of(300, auto)).vocab_size == 320
+    assert planned_model_config(config_of(700, auto)).vocab_size == 704
 
 
 def test_a_plan_without_shards_reports_its_assumption(config_of):
     missing, auto = config_of(None), config_of(None, ("model.vocab_size", "auto"))
     assert vocabulary_of(missing.data) is None
-    assert assumed(missing, planned(missing)) == [], "no assumption is needed if the model states its vocabulary size"
-    (remark,) = assumed(auto, planned(auto))
+    message = "no assumption is needed if the model states its vocabulary size"
+    assert assumed_vocabulary(missing, planned_model_config(missing)) == [], message
+    (remark,) = assumed_vocabulary(auto, planned_model_config(auto))
     assert "not prepared yet. Planned with 512 rows" in remark
-    assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []
+    assert assumed_vocabulary(config_of(300, ("model.vocab_size", "auto")), planned_model_config(missing)) == []
 
 
 def test_the_vocabulary_is_described():
@@ -58,4 +51,4 @@ def test_a_model_without_a_vocabulary_size_uses_the_datas(config_of, recipe, tmp
     keys = json.loads(path.read_text())
     del keys["vocab_size"]
     path.write_text(json.dumps(keys))
-    assert planned(config_of(300)).vocab_size == 320
+    assert planned_model_config(config_of(300)).vocab_size == 320

@@ -120,7 +120,7 @@ def session(tmp_path, monkeypatch):
         state=state,
         watch=SimpleNamespace(beat=lambda: None),
         strategy=SimpleNamespace(ranks=ranks),
-        log=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
+        log=SimpleNamespace(say=said.append, warn=lambda message, **_: said.append(message)),
         config=SimpleNamespace(output=tmp_path),
         plan=SimpleNamespace(total_steps=100),
         pausing=lambda work: nullcontext(),

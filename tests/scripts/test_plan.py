@@ -128,7 +128,7 @@ def test_a_command_is_ready_to_paste(plan, recipe):
 
 def case_of(recipe, *overrides, gpus, machines=1):
     plan = plan_of(recipe, *overrides, gpus=1, mfu=0.4)
-    run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
+    run = PlannedRun(plan.config, planned_model_config(plan.config), "bf16")
     return Case(run, plan.work, Hardware(find_gpu("h100"), gpus, machines), plan.mfu)
 
 
@@ -306,7 +306,7 @@ def test_activation_checkpointing_is_proposed_if_nothing_fits(
     use_quick_traces(monkeypatch)
     settings = (*LONG, *settings)
     config = read_run_config(recipe, [*settings, enough_for])
-    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
+    run = PlannedRun(config, planned_model_config(config), "bf16")
     need = largest_footprint(run, layout("single", 1), 1).total
     gpu = find_gpu("h100", memory_bytes=(1.01 * need + CONTEXT_BYTES) / (1 - FRAGMENTATION))
     plan = plan_of(recipe, *settings, gpu=gpu, gpus=1)
@@ -331,7 +331,7 @@ def test_activation_checkpointing_is_not_proposed_if_a_smaller_micro_batch_is_as
     monkeypatch.setattr(memory, "trace_activations", lambda model, call: traced.append(call) or trace(model, call))
     settings = (*LONG, COMPILED, ("batch.sequences_per_micro_batch", "8"))
     config = read_run_config(recipe, list(settings))
-    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
+    run = PlannedRun(config, planned_model_config(config), "bf16")
     need = largest_footprint(run, layout("single", 1), 4).total
     gpu = find_gpu("h100", memory_bytes=(1.01 * need + CONTEXT_BYTES) / (1 - FRAGMENTATION))
     plan = plan_of(recipe, *settings, gpu=gpu, gpus=1)
@@ -546,7 +546,7 @@ def test_muon_sends_matrices_to_their_owners_and_back(recipe):
         for name in ("ddp", "fsdp2", "zero1", "zero3")
     }
     config = read_run_config(recipe, [])
-    sizes = sizes_of(planned_model_config(config.model, config.data))
+    sizes = sizes_of(planned_model_config(config))
     hidden = 2 * sum(math.prod(s) for n, s in sizes.shapes.shapes.items() if sizes.shapes.is_hidden_matrix(n))
     rate = muon.hardware.links.inside
     assert longer["ddp"] == pytest.approx(hidden * 7 / 8 / rate)
@@ -571,7 +571,7 @@ def test_the_smallest_cp_size_that_fits_is_chosen(recipe, share, parts, monkeypa
         ("batch.sequences_per_micro_batch", "1"), ("activation_checkpointing", "full"),
     )  # fmt: skip
     config = read_run_config(recipe, list(settings))
-    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
+    run = PlannedRun(config, planned_model_config(config), "bf16")
     of_two = largest_footprint(run, layouts("cp", 8)[0], 1).total
     memory = (share * of_two + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION)
     plan = plan_of(recipe, *settings, gpu=find_gpu("h100", memory_bytes=memory))

@@ -27,8 +27,8 @@ from pretrain.errors import InputError
 from pretrain.files import commit
 from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
-from pretrain.runs.hub import login_problems, offer_problems, publish_in_background
-from pretrain.training.background_jobs import resume_publishing
+from pretrain.runs.hub import login_problems, offer_problems
+from pretrain.training.background_jobs import resume_publishing, start_publishing
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError
@@ -406,9 +406,11 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
         publish=SimpleNamespace(license="apache-2.0", language=["en"]),
         trust_remote_code=False,
     )
+    warnings = []
+    metrics = SimpleNamespace(is_main=True, warn=warnings.append)
     with open(evaluation, "a+b") as held:
         hold_while_open(held)  # held by the evaluation of this step
-        assert publish_in_background(config, 4) is None
+        start_publishing(config, 4, metrics)
         assert not hub.uploads, "publishing must not block training"
         returned.set()
         log = run / "publish" / "publish.log"
@@ -428,8 +430,9 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     assert not list((run / "publish").glob(".*.waiting"))
     # If publishing can't be started, the run gets a message and continues.
     config.output = run / "no such run"
-    problem = publish_in_background(config, 4)
-    assert "could not be started" in problem
+    assert not warnings
+    start_publishing(config, 4, metrics)
+    assert "could not be started" in warnings[0]
 
 
 def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(recipe, hub, home, tmp_path, monkeypatch):
@@ -455,7 +458,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     for name, value in {**home, **hub.environment}.items():
         monkeypatch.setenv(name, value)
     warnings = []
-    metrics = SimpleNamespace(is_main=True, write=lambda event, **values: warnings.append(values))
+    metrics = SimpleNamespace(is_main=True, warn=warnings.append)
     resume_publishing(read_run_config(run / "config.yaml", []), metrics)
     wait_for(lambda: not list((run / "publish").glob(".*.waiting")), run / "publish/publish.log")
     repository = hub.repositories["models", "me/tiny"]

@@ -283,7 +283,7 @@ if __name__ == "__main__":
     # Writing a model card takes as long as a tiny run. Other tests cover it.
     export.export_card = lambda *_: None
     # These depend only on the machine and on files that don't change.
-    run_records.commit_of = functools.cache(run_records.commit_of)
+    run_records.commit = functools.cache(run_records.commit)
     run_records.emulation_of_bf16 = functools.cache(run_records.emulation_of_bf16)
     run_records.package_versions = functools.cache(run_records.package_versions)
     launched = functools.cache(launcher_environment)
