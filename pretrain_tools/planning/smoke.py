@@ -4,13 +4,13 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
+from pretrain_tools.experiments.small_runs import short_config
 from pretrain_tools.planning.footprints import planned_memory
 from pretrain_tools.planning.width_check import width_verdict
 
@@ -37,7 +37,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     steps = min(SMOKE_STEPS, run.total_steps)
     half = max(1, steps // 2)
     folder = config.output.with_name(f"{config.output.name}-smoke")
-    config = short(config, folder, half)
+    config = short_config(config, half).model_copy(update={"output": folder})
     if strategy.ranks.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     strategy.ranks.barrier()
@@ -75,21 +75,6 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
     # All ranks must return the same status, but only the main rank has verdicts.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
-
-
-def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
-    """Returns a short version of the recipe, without trackers, evaluations and uploads."""
-    every_half = {"every_steps": half, "every_tokens": None}
-    sections = {
-        "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
-        "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
-        "benchmarks": {"every_steps": None, "every_tokens": None},
-        "logging": {"every_steps": 1},
-        "hub": {"repository": None},
-    }
-    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    own = {"output": folder, "branch_from": None, "interval_scale": 1.0, "trackers": []}
-    return config.model_copy(update={**update, **own})
 
 
 def loss_verdict(trained: list[dict], most: float) -> str | None:
