@@ -88,16 +88,61 @@ class Prediction:
     measured: float | None = None
     """Measured loss, for a back-test."""
 
+    @property
+    def compute(self) -> float:
+        return compute_of(self.parameters, self.tokens)
+
 
 @dataclass(frozen=True)
 class Ladder:
-    """A scaling law, the rungs it was fitted to, and its predictions."""
+    """Rungs and the scaling law fitted to them."""
 
-    rungs: list[Rung]
+    rungs: Sequence[Rung]
     law: ScalingLaw
-    backtest: Prediction | None
-    """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
-    predictions: list[Prediction]
+
+    @classmethod
+    def fitted(cls, rungs: Sequence[Rung]) -> "Ladder":
+        """Fits the scaling law. The noise across seeds is a lower bound for the fit's noise."""
+        relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
+        law = fit_scaling_law(
+            [rung.parameters for rung in rungs],
+            [rung.tokens for rung in rungs],
+            [rung.loss for rung in rungs],
+            least_noise=math.sqrt(statistics.fmean(relative)) if relative else 0.0,
+        )
+        return cls(rungs, law)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the fit doesn't allow predictions, or None if it does."""
+        sizes = len(distinct_sizes(self.rungs))
+        if sizes < LEAST_SIZES:
+            return (
+                f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example "
+                "by doubling the size each time"
+            )
+        if self.law.noise > MOST_NOISE:
+            return (
+                f"the noise around the scaling law is {self.law.noise:.1%}, but must be at most {MOST_NOISE:.0%}; "
+                "remove outliers (run without --predict to see the residuals), or train more seeds"
+            )
+        return None
+
+    def predict(self, name: str, parameters: int, tokens: int, measured: float | None = None) -> Prediction:
+        """Predicts the loss of a run."""
+        times = compute_of(parameters, tokens) / max(rung.compute for rung in self.rungs)
+        loss = float(self.law.loss(parameters, tokens))
+        return Prediction(name, parameters, tokens, loss, self.law.interval(parameters, tokens), times, measured)
+
+    def backtest(self) -> Prediction | None:
+        """Predicts the largest rung from a fit to the smaller sizes. None with fewer than LEAST_SIZES sizes."""
+        sizes = distinct_sizes(self.rungs)
+        if len(sizes) < LEAST_SIZES:
+            return None
+        # Hold out all rungs close to the largest size, because they would leak its loss.
+        smaller = [rung for rung in self.rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
+        last = max((rung for rung in self.rungs if rung not in smaller), key=lambda rung: rung.compute)
+        return Ladder.fitted(smaller).predict("backtest", last.parameters, last.tokens, last.loss)
 
 
 def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str]]:
@@ -180,106 +225,48 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
     return problems
 
 
-def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs, sorted by N and D. Keeps only the best settings for each size and token count."""
-    groups: list[dict[str, list[LadderRun]]] = []
-    first = None
+def rungs_of(runs: Iterable[LadderRun]) -> list[Rung]:
+    """Groups runs of the same size and token count into rungs, sorted by N and D."""
+    groups: list[list[LadderRun]] = []
     for run in sorted(runs, key=lambda run: (run.parameters, run.tokens)):
         # Budgets are rounded to whole steps, so token counts within 2% count as equal.
+        first = groups[-1][0] if groups else None
         if first is None or run.parameters != first.parameters or run.tokens > 1.02 * first.tokens:
-            first = run
-            groups.append({})
-        groups[-1].setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
-    rungs = []
-    for settings in groups:
-        # A scaling law describes the best settings at each size. Worse ones would bias it upward.
-        best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
-        losses = [run.loss for run in best]
-        rungs.append(
-            Rung(
-                best[0].parameters,
-                round(statistics.fmean(run.tokens for run in best)),
-                statistics.fmean(losses),
-                statistics.stdev(losses) if len(losses) > 1 else None,
-                tuple(run.folder for run in best),
-                sum(map(len, settings.values())) - len(best),
-                best[0].settings.get("batch.tokens_per_step"),
-            )
-        )
-    return sorted(rungs, key=lambda rung: (rung.parameters, rung.tokens))
+            groups.append([])
+        groups[-1].append(run)
+    return [rung_of(group) for group in groups]
 
 
-def distinct_sizes(parameters: Iterable[int]) -> list[int]:
+def rung_of(runs: Sequence[LadderRun]) -> Rung:
+    """Averages the runs with the best settings, because worse ones would bias the scaling law upward."""
+    by_settings: dict[str, list[LadderRun]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+    best = min(by_settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
+    losses = [run.loss for run in best]
+    return Rung(
+        best[0].parameters,
+        round(statistics.fmean(run.tokens for run in best)),
+        statistics.fmean(losses),
+        statistics.stdev(losses) if len(losses) > 1 else None,
+        tuple(run.folder for run in best),
+        len(runs) - len(best),
+        best[0].settings.get("batch.tokens_per_step"),
+    )
+
+
+def distinct_sizes(rungs: Iterable[Rung]) -> list[int]:
     """Returns the distinct model sizes in ascending order. Merges sizes within a factor of SIZES_DIFFER."""
     sizes: list[int] = []
-    for size in sorted(parameters):
+    for size in sorted(rung.parameters for rung in rungs):
         if not sizes or size > SIZES_DIFFER * sizes[-1]:
             sizes.append(size)
     return sizes
 
 
-def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
-    """Fits the scaling law to the rungs. The noise across seeds is a lower bound for the fit's noise."""
-    relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
-    return fit_scaling_law(
-        [rung.parameters for rung in rungs],
-        [rung.tokens for rung in rungs],
-        [rung.loss for rung in rungs],
-        least_noise=math.sqrt(statistics.fmean(relative)) if relative else 0.0,
-    )
-
-
-def predict_loss(
-    law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int, measured: float | None = None
-) -> Prediction:
-    """Predicts the loss of a run."""
-    times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
-    loss = float(law.loss(parameters, tokens))
-    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times, measured)
-
-
-def prediction_problem(sizes: int, noise: float) -> str | None:
-    """Returns why a fit to this many model sizes doesn't allow predictions, or None if it does."""
-    if sizes < LEAST_SIZES:
-        return (
-            f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example by "
-            "doubling the size each time"
-        )
-    if noise > MOST_NOISE:
-        return (
-            f"the noise around the scaling law is {noise:.1%}, but must be at most {MOST_NOISE:.0%}; remove outliers "
-            "(run without --predict to see the residuals), or train more seeds"
-        )
-    return None
-
-
-def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Ladder:
-    """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
-
-    Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
-    """
-    sizes = distinct_sizes(rung.parameters for rung in rungs)
-    if len(sizes) < 2:
-        raise InputError(
-            f"all runs have the same size, {count_text(sizes[0])} parameters; a ladder needs several sizes, and a "
-            f"prediction needs at least {LEAST_SIZES}"
-        )
-    law = fit_rungs(rungs)
-    if asked and (problem := prediction_problem(len(sizes), law.noise)):
-        raise InputError(f"--predict: {problem}")
-    backtest = None
-    if len(sizes) >= LEAST_SIZES:
-        # Hold out all rungs close to the largest size, because they would leak its loss.
-        smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
-        last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
-        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens, last.loss)
-    return Ladder(rungs, law, backtest, [predict_loss(law, rungs, *one) for one in asked])
-
-
-def cautions_of(ladder: Ladder) -> list[str]:
+def cautions_of(ladder: Ladder, predictions: Iterable[Prediction]) -> list[str]:
     """Returns warnings about the fit and the predictions."""
-    sizes = distinct_sizes(rung.parameters for rung in ladder.rungs)
-    said = [problem] if (problem := prediction_problem(len(sizes), ladder.law.noise)) else []
+    said = [ladder.problem] if ladder.problem else []
     if max(ladder.law.prior_shares) > MOSTLY_PRIOR:
         said.append(
             "the runs don't determine alpha and beta separately, for example because tokens grow with model size, so "
@@ -299,7 +286,7 @@ def cautions_of(ladder: Ladder) -> list[str]:
     said += [
         f"{one.name}: needs {one.times_compute:.3g} times the compute of the largest run. Beyond {FAR_COMPUTE:g} "
         "times, the interval is only valid if the scaling law still holds"
-        for one in ladder.predictions
+        for one in predictions
         if one.times_compute > FAR_COMPUTE
     ]
     return said

@@ -49,9 +49,8 @@ def run_sweep(
     problems = request_problems(request)
     problems.stop_if_any()
     # For a search, check only the corners of the ranges.
-    grid = request.grid
-    points = problems.attempt(check_points, request, grid)
-    problems += name_problems(request, grid)
+    points = problems.attempt(check_points, request, request.grid)
+    problems += name_problems(request)
     problems.stop_if_any()
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
@@ -128,7 +127,7 @@ class Sweep:
     def results(self) -> list[PointResult]:
         """Returns the results of all points."""
         return [
-            PointResult(point.settings, point.plan.total_tokens, [self.outcome(run) for run in point.runs])
+            PointResult(point.settings, point.tokens, [self.outcome(run) for run in point.runs])
             for point in self.points
         ]
 

@@ -3,14 +3,14 @@
 import math
 import sys
 import textwrap
-from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
-from pretrain.units import count_text
+from pretrain_tools.experiments.ladder import FAR_COMPUTE, Prediction
+from pretrain_tools.experiments.ladder_report import read_ladder
 from pretrain_tools.planning.budget import (
     ENOUGH_TOKENS,
     SECONDS_TO_START,
@@ -33,25 +33,16 @@ SECONDS_BETWEEN_SAVES = 1800
 SHARE_FOR_VALIDATION = 0.02
 """Validation FLOPs as a fraction of the training FLOPs."""
 
-Expected = tuple[float, float, float, str]
-"""Predicted (loss, low, high, remark)."""
 
-
-def recipe_of_budget(
-    request: BudgetRequest,
-    hardware: Hardware,
-    command: str,
-    expect: Callable[[int, int], Expected] | None = None,
-) -> None:
+def recipe_of_budget(request: BudgetRequest, hardware: Hardware, command: str) -> None:
     """Chooses a run, writes its recipe if requested, and prints the result.
 
-    Args:
-        command: the user's command, which becomes the recipe's first line.
-        expect: predicts the loss from the parameters in matmuls and the tokens.
+    command: the user's command, which becomes the recipe's first line.
 
-    Raises InputError if no model fits the budget.
+    Raises InputError if no model fits the budget, or if the ladder allows no predictions.
     """
     options = request.options
+    ladder = read_ladder(options.ladder) if options.ladder else None
     hours = options.hours
     if options.dollars:
         hours = options.dollars / hardware.gpus / hardware.gpu.price_per_hour
@@ -66,7 +57,8 @@ def recipe_of_budget(
         mfu=options.mfu,
     )
     run = choose_run(budget)
-    rows = choices(run, expect(run.work.non_embedding, run.tokens) if expect else None)
+    expected = ladder and ladder.predict(str(options.ladder), run.work.non_embedding, run.tokens)
+    rows = choices(run, expected)
     warnings = [f"warning: {warning}"] if (warning := unusual_ratio(run)) else []
     place = request.place
     # Enough data for one epoch and validation.
@@ -88,29 +80,20 @@ def recipe_of_budget(
     print_choices(rows, [*warnings, *lines])
 
 
-def choices(run: Sized, expected: Expected | None) -> list[list[str]]:
+def choices(run: Sized, expected: Prediction | None) -> list[list[str]]:
     """Lists every choice as [name, value, reason]."""
     lines = lines_of(
         "choices.j2",
         "choices",
         run,
-        tokens_reason(run),
         reason_of(run.best, run.candidates),
         expected=expected,
+        far_compute=FAR_COMPUTE,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
         share_for_steps=SHARE_FOR_STEPS,
     )
     return [line.split(" | ", 2) for line in lines]
-
-
-def tokens_reason(run: Sized) -> str:
-    unique = run.budget.unique_tokens
-    if math.isinf(unique):
-        return "as many as the budget allows, without repetition"
-    epochs = run.tokens / unique
-    text = f"{epochs:.3g} epochs of {count_text(unique)} tokens"
-    return f"{text}; repeated tokens are worth less, so 5 is the maximum (arXiv 2305.16264)" if epochs > 1 else text
 
 
 def print_choices(rows: list[list[str]], lines: list[str]) -> None:

@@ -193,16 +193,16 @@ def test_another_sweep_does_not_overwrite_the_results_in_its_folder(recipe, tmp_
 def test_runs_are_exported_because_finished_runs_are_recognized_by_their_export(recipe, tmp_path):
     changes = [("checkpoint.save_final", "false")]
     asked = replace(request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "x"), changes=tuple(changes))
-    assert config_of_run(read_run_config(recipe, changes), asked, 1, tmp_path / "x/runs/a").checkpoint.save_final
+    assert config_of_run(read_run_config(recipe, changes), asked, 1, "a").checkpoint.save_final
 
 
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")
-    tracking = config_of_run(config, asked, 1, tmp_path / "rates/runs/a").tracking
+    tracking = config_of_run(config, asked, 1, "a").tracking
     assert (tracking.project, tracking.group, tracking.name) == ("p", "rates", None)
     config = read_run_config(recipe, [("tracking.group", "g")])
-    assert config_of_run(config, asked, 1, tmp_path / "x").tracking.group == "g"
+    assert config_of_run(config, asked, 1, "a").tracking.group == "g"
 
 
 def wait_for(condition, seconds=120):
