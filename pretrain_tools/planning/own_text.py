@@ -9,11 +9,9 @@ import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +20,12 @@ from typing import TYPE_CHECKING, NoReturn
 from pretrain.errors import (
     CRASHED,
     EXIT_BAD_INPUT,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
     InputError,
     Problems,
     leave,
 )
 from pretrain.files import ROOT, shown
+from pretrain.processes import signals_passed_on, status_after
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text, counted
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
@@ -43,8 +40,6 @@ LARGEST_FILE_BYTES = 250_000_000
 """Larger plain-text files are split into paragraphs, because documents are limited to 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(limit on the text size in bytes, fraction held out for validation below it)."""
-STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
-CHILD_LOOK_SECONDS = 0.2
 ANOTHER_NAME = "use a different name with --output runs/NAME"
 
 
@@ -297,25 +292,14 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
 
 
 def run_to_its_end(command: list[str]) -> None:
-    """Runs one of the project's scripts. Exits if it fails or is interrupted.
-
-    SIGTERM is forwarded to the script. Ctrl-C reaches both processes.
-    """
-    received: list[int] = []
-    # Only record signals, because the script must save before this process exits.
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
+    """Runs one of the project's scripts. Exits if it fails or is interrupted."""
     print(f"\n$ python {shlex.join(command)}", flush=True)
-    with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
-        while process.poll() is None:
-            if signal.SIGTERM in received:
-                process.terminate()
-            # Wait briefly, because signals don't interrupt the wait.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(CHILD_LOOK_SECONDS)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    status = process.returncode or (STOPS[received[0]] if received else 0)
+    with signals_passed_on() as received:
+        words = [sys.executable, str(ROOT / command[0]), *command[1:]]
+        status = subprocess.run(words, start_new_session=True).returncode
+    if received:
+        status = status_after(received[0])
     if status and status != EXIT_BAD_INPUT:
         print("stopped; run the same command again to continue", file=sys.stderr)
     if status:
-        leave(status if status > 0 else STOPS.get(-status, CRASHED))
+        leave(status if status > 0 else CRASHED)
