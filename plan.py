@@ -44,9 +44,11 @@ def main() -> None:
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()
+        from pretrain_tools.experiments.ladder_report import read_ladder
         from pretrain_tools.planning.budget_report import recipe_of_budget
 
-        recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]))
+        predict = read_ladder(options.ladder).predict if options.ladder else None
+        recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), predict)
         return
     if options.config is None:
         problems.append("--config: pass the recipe to plan, or use --hours, --dollars or --flops to make one")

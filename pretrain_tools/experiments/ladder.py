@@ -92,6 +92,11 @@ class Prediction:
     def compute(self) -> float:
         return compute_of(self.parameters, self.tokens)
 
+    @property
+    def is_far(self) -> bool:
+        """True if the prediction extrapolates to much more compute than the runs'."""
+        return self.times_compute > FAR_COMPUTE
+
 
 @dataclass(frozen=True)
 class Ladder:
@@ -287,7 +292,7 @@ def cautions_of(ladder: Ladder, predictions: Iterable[Prediction]) -> list[str]:
         f"{one.name}: needs {one.times_compute:.3g} times the compute of the largest run. Beyond {FAR_COMPUTE:g} "
         "times, the interval is only valid if the scaling law still holds"
         for one in predictions
-        if one.times_compute > FAR_COMPUTE
+        if one.is_far
     ]
     return said
 

@@ -34,9 +34,9 @@ from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import counted, table
-from pretrain_tools.experiments.small_runs import short_config
 from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
+from pretrain_tools.planning.smoke import short_config
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}

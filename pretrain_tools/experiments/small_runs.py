@@ -129,23 +129,6 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     return losses
 
 
-def short_config(config: RunConfig, every: int) -> RunConfig:
-    """Returns a recipe for a short test, without trackers, evaluations and uploads.
-
-    every: number of steps between checkpoints and validations.
-    """
-    intervals = {"every_steps": every, "every_tokens": None}
-    sections = {
-        "checkpoint": {**intervals, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
-        "validation": {**intervals, "sequences": min(config.validation.sequences, 64)},
-        "benchmarks": {"every_steps": None, "every_tokens": None},
-        "logging": {"every_steps": 1},
-        "hub": {"repository": None},
-    }
-    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update={**update, "branch_from": None, "interval_scale": 1.0, "trackers": []})
-
-
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """Returns the environment variables for each parallel run. The default is one run per GPU, or one on the CPU.
 

@@ -3,14 +3,14 @@
 import math
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
-from pretrain_tools.experiments.ladder import FAR_COMPUTE, Prediction
-from pretrain_tools.experiments.ladder_report import read_ladder
 from pretrain_tools.planning.budget import (
     ENOUGH_TOKENS,
     SECONDS_TO_START,
@@ -34,15 +34,18 @@ SHARE_FOR_VALIDATION = 0.02
 """Validation FLOPs as a fraction of the training FLOPs."""
 
 
-def recipe_of_budget(request: BudgetRequest, hardware: Hardware, command: str) -> None:
+def recipe_of_budget(
+    request: BudgetRequest, hardware: Hardware, command: str, predict: Callable[..., Any] | None = None
+) -> None:
     """Chooses a run, writes its recipe if requested, and prints the result.
 
-    command: the user's command, which becomes the recipe's first line.
+    Args:
+        command: the user's command, which becomes the recipe's first line.
+        predict: `Ladder.predict` of the ladder passed with --ladder.
 
-    Raises InputError if no model fits the budget, or if the ladder allows no predictions.
+    Raises InputError if no model fits the budget.
     """
     options = request.options
-    ladder = read_ladder(options.ladder) if options.ladder else None
     hours = options.hours
     if options.dollars:
         hours = options.dollars / hardware.gpus / hardware.gpu.price_per_hour
@@ -57,7 +60,7 @@ def recipe_of_budget(request: BudgetRequest, hardware: Hardware, command: str) -
         mfu=options.mfu,
     )
     run = choose_run(budget)
-    expected = ladder and ladder.predict(str(options.ladder), run.work.non_embedding, run.tokens)
+    expected = predict and predict(str(options.ladder), run.work.non_embedding, run.tokens)
     rows = choices(run, expected)
     warnings = [f"warning: {warning}"] if (warning := unusual_ratio(run)) else []
     place = request.place
@@ -80,15 +83,14 @@ def recipe_of_budget(request: BudgetRequest, hardware: Hardware, command: str) -
     print_choices(rows, [*warnings, *lines])
 
 
-def choices(run: Sized, expected: Prediction | None) -> list[list[str]]:
-    """Lists every choice as [name, value, reason]."""
+def choices(run: Sized, expected: Any) -> list[list[str]]:
+    """Lists every choice as [name, value, reason]. expected: the predicted loss, or None."""
     lines = lines_of(
         "choices.j2",
         "choices",
         run,
         reason_of(run.best, run.candidates),
         expected=expected,
-        far_compute=FAR_COMPUTE,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
         share_for_steps=SHARE_FOR_STEPS,

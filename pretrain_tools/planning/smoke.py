@@ -10,7 +10,6 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
-from pretrain_tools.experiments.small_runs import short_config
 from pretrain_tools.planning.footprints import planned_memory
 from pretrain_tools.planning.width_check import width_verdict
 
@@ -75,6 +74,23 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
     # All ranks must return the same status, but only the main rank has verdicts.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
+
+
+def short_config(config: RunConfig, every: int) -> RunConfig:
+    """Returns a recipe for a short test, without trackers, evaluations and uploads.
+
+    every: number of steps between checkpoints and validations.
+    """
+    intervals = {"every_steps": every, "every_tokens": None}
+    sections = {
+        "checkpoint": {**intervals, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
+        "validation": {**intervals, "sequences": min(config.validation.sequences, 64)},
+        "benchmarks": {"every_steps": None, "every_tokens": None},
+        "logging": {"every_steps": 1},
+        "hub": {"repository": None},
+    }
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update={**update, "branch_from": None, "interval_scale": 1.0, "trackers": []})
 
 
 def loss_verdict(trained: list[dict], most: float) -> str | None:

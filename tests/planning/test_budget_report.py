@@ -48,7 +48,8 @@ def made(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def make(request: BudgetRequest):
-        recipe_of_budget(request, MACHINES, "plan.py ...")
+        predict = read_ladder(request.options.ladder).predict if request.options.ladder else None
+        recipe_of_budget(request, MACHINES, "plan.py ...", predict)
         text = PLACE.recipe.read_text() if request.options.write else ""
         return text, capsys.readouterr().out
 

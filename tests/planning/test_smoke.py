@@ -9,9 +9,8 @@ import torch
 
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
-from pretrain_tools.experiments.small_runs import short_config
 from pretrain_tools.planning import smoke
-from pretrain_tools.planning.smoke import memory_problem
+from pretrain_tools.planning.smoke import memory_problem, short_config
 from pretrain_tools.runs.history import append_events
 from support.project import launch, run_script
 from support.run_folders import write_run
