@@ -44,8 +44,8 @@ def main() -> None:
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()
-        from pretrain_tools.experiments.ladder_report import read_ladder
-        from pretrain_tools.planning.budget_report import recipe_of_budget
+        from pretrain_tools.experiments.ladder import read_ladder
+        from pretrain_tools.planning.budget import recipe_of_budget
 
         predict = read_ladder(options.ladder).predict if options.ladder else None
         recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), predict)

@@ -18,9 +18,8 @@ from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
-from pretrain_tools.experiments.sweep import pick_settings
+from pretrain_tools.experiments.sweep import PointResult, pick_settings, verdict_of_sweep
 from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
-from pretrain_tools.experiments.sweep_report import PointResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 

@@ -17,9 +17,8 @@ from pretrain.model.build import active_parameters, build_meta_model, count_para
 from pretrain.model.model_config import load_model_config
 from pretrain.model.routers import router_losses
 from pretrain.units import count_text
-from pretrain_tools.experiments.ladder import Ladder, Rung
-from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
-from pretrain_tools.planning.budget_report import recipe_of_budget
+from pretrain_tools.experiments.ladder import Ladder, Rung, ladder_values, read_ladder
+from pretrain_tools.planning.budget import recipe_of_budget
 from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.step_time import Hardware
