@@ -65,8 +65,8 @@ class StrategyOutcome:
 
 def strategy_names() -> list[str]:
     """Returns the names of the files in accelerate_configs/, starting with REFERENCE."""
-    names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-    return [REFERENCE, *(name for name in names if name != REFERENCE)]
+    names = (path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+    return sorted(names, key=lambda name: (name != REFERENCE, name))
 
 
 def named(sizes: Sizes) -> str:

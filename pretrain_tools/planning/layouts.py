@@ -62,13 +62,12 @@ class Layout:
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
         """Creates a mesh layout, named after its accelerate config (`mesh` if there is none)."""
-        kinds = [("FSDP", "dp_shard")]
-        if sizes.dp_shard == sizes.ep == 1:
-            kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
-        launches = [(kind, tuple(each for each in sizes.named() if each != implied)) for kind, implied in kinds]
-        name = name or next((known for each in launches if (known := LAUNCHES.get(each)) in MESHES), "mesh")
+        for kind, implied in (("MULTI_GPU", "dp_replicate"), ("FSDP", "dp_shard")):
+            given = tuple(dimension for dimension in sizes.named() if dimension != implied)
+            known = LAUNCHES.get((kind, given))
+            name = name or (known if known in MESHES else None)
         return cls(
-            name,
+            name or "mesh",
             sizes.world,
             machines,
             replicas=sizes.dp_replicate,
