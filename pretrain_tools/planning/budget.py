@@ -17,13 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.config import RunConfig
+from pretrain.config import Budget, Optim, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.model.model_config import padded_vocabulary
-from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
+from pretrain.optim.scaling_laws import scaling_law_batch
 from pretrain.terminal import width_of
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.candidates import (
@@ -193,17 +193,11 @@ class Sized:
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
     @property
-    def learning_rate(self) -> float:
-        return float(f"{OPTIMIZERS['muon'].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
-
-    @property
-    def weight_decay(self) -> float:
-        decay = scaling_law_weight_decay(self.work.sizes.total, self.tokens, self.batch, self.learning_rate)
-        return float(f"{decay:.2g}")
-
-    @property
-    def warmup_steps(self) -> int:
-        return scaling_law_warmup(self.work.sizes.total, self.tokens, self.batch)
+    def optim(self) -> Optim:
+        """Muon's `auto` settings for this model, batch size and number of tokens."""
+        optim = Optim(name="muon", learning_rate="auto", weight_decay="auto", warmup_steps="auto")
+        update = {"budget": Budget(tokens=self.tokens), "optim": optim}
+        return resolve_auto(self.config.model_copy(update=update), processes=1).optim
 
 
 def choose_run(budget: RunBudget) -> Sized:
@@ -324,7 +318,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
-            # A placeholder. `Sized.learning_rate` depends on the batch.
+            # A placeholder. `Sized.optim` depends on the number of tokens.
             "optim": {"name": "muon", "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }

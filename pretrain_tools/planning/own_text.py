@@ -15,25 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from pretrain.errors import (
-    CRASHED,
-    EXIT_BAD_INPUT,
-    InputError,
-    Problems,
-    leave,
-)
+from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, InputError, Problems, leave
 from pretrain.files import ROOT, shown
 from pretrain.processes import signals_passed_on, status_after
 from pretrain.recipe import read_command_line
+from pretrain.runs.run_folder import read_json
 from pretrain.units import bytes_text, counted
+from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.text_files import TextFiles, find_text_files
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace
-
-# Modules that import torch or numpy are imported later, so that typos are reported immediately.
-if TYPE_CHECKING:
-    from pretrain_tools.planning.text_files import TextFiles
+from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
+from pretrain_tools.preparation.documents.sources import Files, expected_bytes
+from pretrain_tools.preparation.plan import source_differences
+from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
 SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000
@@ -155,11 +153,8 @@ def run_name_of(pattern: str) -> str:
     return re.sub(r"\W+", "_", last).strip("_") or "own_text"
 
 
-def find_text(asked: OwnText) -> "TextFiles":
+def find_text(asked: OwnText) -> TextFiles:
     """Finds the files. Raises InputError if there is no text or too little, or if a named file isn't text."""
-    from pretrain_tools.planning.text_files import find_text_files
-    from pretrain_tools.preparation.documents.sources import expected_bytes
-
     try:
         files = find_text_files(asked.patterns, asked.exclude)
     except InputError as error:
@@ -195,10 +190,6 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
     Accepts any prepared tokenizer and shards, because prepare_data.py rejects those from other commands.
     """
-    from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
-    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-
     place = asked.place
     # {path: files whose presence means that this command may have made it}
     own = dict.fromkeys((place.recipe, place.model), ())
@@ -210,13 +201,8 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     ).stop_if_any()
 
 
-def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
+def refuse_other_text(asked: OwnText, files: TextFiles) -> None:
     """Raises InputError if the text has changed since preparation."""
-    from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.documents.sources import Files
-    from pretrain_tools.preparation.plan import source_differences
-
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())
     if changes:
@@ -228,12 +214,8 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
         )
 
 
-def make_recipe(asked: OwnText, files: "TextFiles") -> None:
+def make_recipe(asked: OwnText, files: TextFiles) -> None:
     """Chooses the settings, prepares the data and writes the recipe. Prints each choice and its reason."""
-    from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.documents.sources import expected_bytes
-    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-
     text_bytes = sum(map(expected_bytes, files.sources))
     fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
     amount = f"{counted(len(files.sources), 'file')}, {bytes_text(text_bytes)}"
@@ -241,9 +223,6 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     if files.left_out:
         row("", files.left_out)
     row("machine", "measuring ...")
-    # These import torch.
-    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
-
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     place = asked.place
@@ -279,7 +258,7 @@ def row(name: str, value: str) -> None:
     print(f"{name:<11} {value}", flush=True)
 
 
-def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
+def preparation_commands(asked: OwnText, files: TextFiles, vocabulary: int, fraction: float) -> list[list[str]]:
     """Returns the commands that train the tokenizer and prepare the shards, without `python`."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
