@@ -15,12 +15,12 @@ from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
 from pretrain.recipe import read_run_config
-from pretrain.runs.run_folder import METRICS_FILE, output_problem, read_config, read_json, setting
+from pretrain.runs.run_folder import output_problem, read_config, read_json, setting
 from pretrain.units import count_text, counted, parse_count, table
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law, law_of, law_values
 from pretrain_tools.experiments.small_runs import losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import History, end_of, find_runs, read_history
+from pretrain_tools.runs.history import end_of, find_runs, read_history
 from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LEAST_SIZES = 4
@@ -162,21 +162,21 @@ def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str
     """
     problems = Problems()
     runs = []
-    said = []
     for folder in folders:
-        found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
+        found = find_runs(folder)
         if not found:
             problems.append(f"{folder}: contains no runs; pass run folders or sweep folders")
         runs += found
     problems.stop_if_any()
     points = []
+    said = []
     # Deduplicate: a run may be passed both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
-        history = problems.attempt(read_history, run)
-        if history and (reason := unusable(history)):
-            said.append(f"{run}: skipped: {reason}")
-        elif history:
-            points += [point] if (point := problems.attempt(ladder_run, history)) else []
+        found = problems.attempt(ladder_run, run)
+        if isinstance(found, str):
+            said.append(f"{run}: skipped: {found}")
+        else:
+            points.append(found)
     problems.stop_if_any()
     if not points:
         raise InputError(*said, "no usable runs; a ladder needs finished runs with a validation loss")
@@ -185,40 +185,33 @@ def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str
     return points, said
 
 
-def unusable(history: History) -> str | None:
-    """Returns why a run can't be used for the fit, or None if it can."""
-    if end_of(history.events).get("code") != 0:
-        return "it hasn't finished"
-    if not history.last("validation"):
-        return "it has no validation loss"
-    losses = losses_by_step(history.events)
-    last = max(losses)
-    if not math.isfinite(sum(losses[last].values())):
-        return "its last validation loss is infinite or NaN"
-    if last not in {event["step"] for event in history.of("train")}:
-        return f"metrics.jsonl has no training event for step {last}, its last validation"
-    return (
-        "it started from pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
-    )
-
-
-def ladder_run(history: History) -> LadderRun:
-    """Reads a usable run's size, token count and final loss."""
+def ladder_run(folder: Path) -> LadderRun | str:
+    """Reads a run's size, token count and final loss, or returns why it can't be used for the fit."""
     from pretrain.model.build import matrix_parameters
     from pretrain.model.model_config import load_model_config
 
-    folder = history.folder
+    history = read_history(folder)
+    losses = losses_by_step(history.events)
+    tokens = {event["step"]: event.get("tokens") for event in history.of("train")}
+    if end_of(history.events).get("code") != 0:
+        return "it hasn't finished"
+    if not losses:
+        return "it has no validation loss"
+    last = max(losses)
+    loss = statistics.fmean(losses[last].values())
+    if not math.isfinite(loss):
+        return "its last validation loss is infinite or NaN"
+    if last not in tokens:
+        return f"metrics.jsonl has no training event for step {last}, its last validation"
+    if setting(read_config(folder), "init") == "pretrained":
+        return "it started from pretrained weights"
     parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
     config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
-    losses = losses_by_step(history.events)
-    last = max(losses)
     # Stored with the settings so that they are compared as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
-    tokens = {event["step"]: event["tokens"] for event in history.of("train")}
-    loss = statistics.fmean(losses[last].values())
     return LadderRun(folder, parameters, tokens[last], loss, settings)
 
 

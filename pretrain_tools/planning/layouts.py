@@ -159,13 +159,11 @@ class Layout:
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
     """Yields every possible mesh with this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for pp, replicas, cp, tp in itertools.product(divisors, repeat=4):
-        rest, unequal = divmod(ranks, pp * replicas * cp * tp)
-        if unequal or not rest or replicas == ranks:
-            continue
-        for ep in divisors:
-            if rest * cp * tp % ep == 0:
-                yield Layout.of(Sizes(pp, replicas, rest, cp, tp, ep), machines)
+    for pp, replicas, cp, tp, shards in itertools.product(divisors, repeat=5):
+        if pp * replicas * cp * tp * shards == ranks > replicas:
+            for ep in divisors:
+                if shards * cp * tp % ep == 0:
+                    yield Layout.of(Sizes(pp, replicas, shards, cp, tp, ep), machines)
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:

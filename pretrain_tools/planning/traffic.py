@@ -230,8 +230,6 @@ def uneven(layout: Layout, layers: int) -> float:
 
 def idle(config: RunConfig, layout: Layout) -> float:
     """Returns a pipeline's bubble as a fraction of its computing time (Narayanan et al., arXiv 2104.04473)."""
-    if layout.pp == 1:
-        return 0.0
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
     if schedule.splits_backward:
         return 0.0
