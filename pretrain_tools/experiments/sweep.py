@@ -33,7 +33,6 @@ from pretrain_tools.experiments.sweep_plan import (
     SweepRequest,
     cautions_of_sweep,
     check_points,
-    name_problems,
     request_problems,
 )
 
@@ -194,12 +193,9 @@ def run_sweep(
 
     Raises InputError listing all problems before any run starts.
     """
-    problems = request_problems(request)
-    problems.stop_if_any()
+    request_problems(request).stop_if_any()
     # For a search, check only the corners of the ranges.
-    points = problems.attempt(check_points, request, request.grid)
-    problems += name_problems(request)
-    problems.stop_if_any()
+    points = check_points(request, request.grid)
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
         sweep = Sweep(request, [] if request.search else points)

@@ -158,6 +158,12 @@ def request_problems(request: SweepRequest) -> Problems:
             )
         elif find_spec("optuna") is None:
             problems.append(f"--search requires optuna, which isn't installed; run pip install {OPTUNA}")
+    names = collections.Counter(run_name(request, settings, 0) for settings in request.grid)
+    problems += [
+        f"--vary: several combinations would use the folder {name}; use shorter values"
+        for name, count in names.items()
+        if count > 1
+    ]
     if output := output_problem(request.output):
         problems.append(output.replace("output:", "--output:", 1))
     elif holds_other_files(request.output):
@@ -238,16 +244,6 @@ def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
     runs = [SmallRun(of_run.output.name, request.output, of_run, on_disk) for of_run in configs]
     tokenizers = {reader.manifest.tokenizer_sha256 for reader in validation.values()}
     return SweepPoint(settings, runs, plan.total_tokens, tokenizers)
-
-
-def name_problems(request: SweepRequest) -> list[str]:
-    """Returns a message for each folder name that several combinations share."""
-    names = collections.Counter(run_name(request, settings, 0) for settings in request.grid)
-    return [
-        f"--vary: several combinations would use the folder {name}; use shorter values"
-        for name, count in names.items()
-        if count > 1
-    ]
 
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:

@@ -2,8 +2,7 @@
 
 footprints predicts memory, and step_time predicts time (see docs/plan.md).
 
-    hardware_options: plan.py's hardware options
-    budget_request: plan.py's budget options
+    plan_options: plan.py's hardware and budget options
     budget: chooses a run for a budget, prints it and writes its recipe
     candidates: ranks strategies
     report: prints the plan

@@ -25,7 +25,6 @@ from pretrain.optim.scaling_laws import scaling_law_batch
 from pretrain.terminal import width_of
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import count_text, duration_text
-from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.candidates import (
     Candidate,
     Case,
@@ -40,6 +39,7 @@ from pretrain_tools.planning.candidates import (
 from pretrain_tools.planning.families import FAMILIES, Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
+from pretrain_tools.planning.plan_options import BudgetRequest
 from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size

@@ -19,8 +19,7 @@ from pretrain.model.routers import router_losses
 from pretrain.units import count_text
 from pretrain_tools.experiments.ladder import Ladder, Rung, ladder_values, read_ladder
 from pretrain_tools.planning.budget import recipe_of_budget
-from pretrain_tools.planning.budget_request import BudgetRequest
-from pretrain_tools.planning.hardware_options import find_gpu
+from pretrain_tools.planning.plan_options import BudgetRequest, find_gpu
 from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import RecipePlace
 from support.quick_traces import use_quick_traces
