@@ -192,8 +192,12 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     """
     place = asked.place
     # {path: files whose presence means that this command may have made it}
-    own = dict.fromkeys((place.recipe, place.model), ())
-    own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
+    own = {
+        place.model: (),
+        Path(place.tokenizer): (RECORD_FILE,),
+        place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER),
+        place.output: (),
+    }
     Problems(
         f"{path}: already exists, but wasn't made by this command; {ANOTHER_NAME}"
         for path, names in own.items()
