@@ -16,7 +16,6 @@ footprints predicts memory, and step_time predicts time (see docs/plan.md).
     step_time: time per step
     own_text: train.py --text
     text_files: finds the files for --text
-    sized_recipe: writes the recipe for --text
     texts: renders templates/
     sizing: chooses a model size
     families: model families
