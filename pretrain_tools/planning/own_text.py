@@ -32,6 +32,7 @@ from pretrain.processes import signals_passed_on, status_after
 from pretrain.recipe import read_command_line
 from pretrain.runs.run_folder import read_json
 from pretrain.units import bytes_text, count_text, counted, duration_text
+from pretrain_tools.planning.budget import ENOUGH_TOKENS
 from pretrain_tools.planning.families import Shape
 from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, padded, vocabulary_for
 from pretrain_tools.planning.step_time import mfu_of_size
@@ -57,7 +58,6 @@ BYTES_PER_PARAMETER = 24
 """Bytes per parameter for weights, gradients, optimizer state and a checkpoint copy."""
 MEMORY_SHARE = 0.5
 """Fraction of memory for BYTES_PER_PARAMETER. The rest is for activations."""
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
 """FLOPs of five validations as a fraction of the training FLOPs."""
 PROMPT_TOKENS = 12
@@ -463,7 +463,7 @@ class SizedRecipe:
             machine=machine,
             sizing=sizing,
             sequences_per_micro_batch=max(
-                1, min(MICRO_BATCH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
+                1, min(ENOUGH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
             ),
             warmup_steps=max(1, min(100, sizing.steps // 50)),
             compile="regional" if is_compiled else "none",
