@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -87,7 +86,12 @@ class OwnText:
         """The command recorded in the recipe, without train.py's other arguments."""
         words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
         words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
-        return f"python train.py {shlex.join(words)}"
+        return typed(["train.py", *words])
+
+
+def typed(words: Sequence[str]) -> str:
+    """Formats a command. Escapes file names that aren't encoded in UTF-8."""
+    return f"python {shlex.join(map(shown, words))}"
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
@@ -128,11 +132,12 @@ def with_own_text(arguments: list[str]) -> list[str]:
 
 
 def read_own_text(arguments: Sequence[str]) -> OwnText:
-    """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError.
+    """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError or exits.
 
     Other arguments are passed on to train.py.
     """
-    parser = Options(add_help=False, allow_abbrev=False)
+    usage = "train.py --text 'mine/*.txt' --minutes 10 --output runs/mine"
+    parser = argparse.ArgumentParser("train.py", usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--exclude", nargs="+", default=[])
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -143,14 +148,6 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
     if not 0 < given.minutes < 1e6:
         raise InputError(f"--minutes {given.minutes:g}: must be a positive number of minutes")
-    # The recipe records the command, and recipes are encoded in UTF-8.
-    Problems(
-        f"--{option} {shown(word)}: the name isn't encoded in UTF-8; rename it, or pass its folder or a pattern, such "
-        "as '*.txt'"
-        for option, words in (("text", given.text), ("exclude", given.exclude))
-        for word in words
-        if os.fsencode(word).decode(errors="ignore") != word
-    ).stop_if_any()
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
@@ -158,15 +155,6 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
             f"--output {output}: the run name may contain only letters, digits, '_', '-' and '.', as in runs/mine"
         )
     return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
-
-
-class Options(argparse.ArgumentParser):
-    """A parser that raises InputError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(
-            f"{message.removeprefix('argument ')}; for example --text 'mine/*.txt' --minutes 10 --output runs/mine"
-        )
 
 
 def run_name_of(pattern: str) -> str:
@@ -278,7 +266,7 @@ def make_recipe(asked: OwnText, files: TextFiles) -> None:
         ["evaluate.py", "--model", str(place.output), "--interactive"],
     ]
     for command in commands:
-        print(f"  python {shlex.join(command)}")
+        print(f"  {typed(command)}")
     print(flush=True)
 
 
@@ -300,7 +288,7 @@ def preparation_commands(asked: OwnText, files: TextFiles, vocabulary: int, frac
 
 def run_to_its_end(command: list[str]) -> None:
     """Runs one of the project's scripts. Exits if it fails or is interrupted."""
-    print(f"\n$ python {shlex.join(command)}", flush=True)
+    print(f"\n$ {typed(command)}", flush=True)
     with signals_passed_on() as received:
         words = [sys.executable, str(ROOT / command[0]), *command[1:]]
         status = subprocess.run(words, start_new_session=True).returncode
