@@ -295,14 +295,6 @@ def cautions_of(ladder: Ladder, predictions: Iterable[Prediction]) -> list[str]:
     return said
 
 
-def read_predictions(texts: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Parses --predict arguments into (name, parameters, tokens). Raises InputError listing all problems."""
-    problems = Problems()
-    found = [problems.attempt(read_prediction, text) for text in texts]
-    problems.stop_if_any()
-    return found
-
-
 def read_prediction(text: str) -> tuple[str, int, int]:
     """Parses 'parameters=30M,tokens=600M', or reads a recipe. The recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
@@ -325,13 +317,13 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     Raises InputError listing all problems.
 
     Args:
-        predict: arguments to predict; see `read_predictions`.
+        predict: arguments to predict; see `read_prediction`.
         output: path without a suffix. None means `ladder` in the runs' folder, or in the current folder if several
             are passed.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
-    asked = problems.attempt(read_predictions, predict)
+    asked = [problems.attempt(read_prediction, text) for text in predict]
     found = problems.attempt(read_ladder_runs, folders)
     if problem := output_problem(base.parent):
         problems.append(f"--{problem}")

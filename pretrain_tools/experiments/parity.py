@@ -207,11 +207,11 @@ def train_under(
 def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: Sequence[str]) -> list[str]:
     """Builds the command that trains a recipe with a strategy."""
     sizes = sizes_called(name)
-    options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
+    given = sizes.named() if sizes else {}
     return [
         *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
         *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
-        *(word for option in options for word in option),
+        *(f"--{setting(dimension)}={size}" for dimension, size in given.items()),
         *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
         *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
     ]
