@@ -435,10 +435,9 @@ def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -
     law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     # Along the curve, the token count is a power law in N, fitted to the rungs.
-    slope, offset = np.polyfit(*logs, 1)
     shown = [point.parameters for point in (*ladder.rungs, *predictions)]
     sizes = np.geomspace(min(shown), max(shown), 60)
-    tokens = np.exp(slope * np.log(sizes) + offset)
+    tokens = np.exp(np.polyval(np.polyfit(*logs, 1), np.log(sizes)))
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
     compute = compute_of(sizes, tokens)
     panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval for one run")

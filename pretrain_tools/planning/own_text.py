@@ -30,13 +30,13 @@ from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.processes import signals_passed_on, status_after
 from pretrain.recipe import read_command_line
 from pretrain.runs.run_folder import read_json
-from pretrain.units import bytes_text, count_text, counted, duration_text
+from pretrain.units import bytes_text, counted, duration_text
 from pretrain_tools.planning.budget import ENOUGH_TOKENS
 from pretrain_tools.planning.families import Shape
 from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, padded, vocabulary_for
 from pretrain_tools.planning.step_time import mfu_of_size
 from pretrain_tools.planning.text_files import TextFiles, find_text_files
-from pretrain_tools.planning.texts import MADE_BY, RecipePlace, render
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
 from pretrain_tools.preparation.documents.sources import Files, expected_bytes
 from pretrain_tools.preparation.plan import source_differences
@@ -406,35 +406,13 @@ class SizedRecipe:
         """True if the held-out text fills a sequence."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
-    def in_words(self) -> str:
-        """Describes the model."""
-        shape = self.sizing.shape
-        return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
-
     def reasons(self) -> dict[str, str]:
         """Returns {name: value and reason} for each choice."""
-        sizing = self.sizing
-        shape = sizing.shape
+        shape = self.sizing.shape
         mfu = self.machine.mfu(shape)
         rate = mfu * self.machine.peak_flops / shape.flops_per_token
-        flops = f"{count_text(rate)} per second with an assumed MFU of {mfu:.0%}"
-        unique = count_text(sizing.unique_tokens)
-        rows = {
-            "model": f"{self.in_words()}: the best size for this time budget and amount of text",
-            "tokens": f"about {count_text(sizing.tokens)} ({sizing.epochs:.3g} epochs of {unique}), at {flops}",
-            "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
-            f"{shape.sequence_length:,}; Muon with a learning rate of {self.learning_rate:g}",
-        }
-        rows["time"] = (
-            f"about {duration_text(sizing.tokens / rate)} of training steps, at most {self.machine.minutes:g} min in "
-            f"total; beyond {MOST_EPOCHS:.0f} epochs, the model memorizes the text, so add more to train for longer"
-        )
-        if not self.has_validation:
-            rows["warning"] = (
-                f"no validation, because only {self.prepared.validation_tokens:,} tokens are held out, less than one "
-                "sequence; add more text"
-            )
-        return rows
+        lines = lines_of("own_text.j2", "reasons", self, mfu, rate, MOST_EPOCHS)
+        return dict(line.split(" | ", 1) for line in lines)
 
     def text(self, header: str) -> str:
         """Formats the recipe. `header` is its first line."""
