@@ -140,13 +140,13 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
     # CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        names = visible.split(",")[:count]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
     # Otherwise, each run would start one thread per core. A value set by the user takes precedence.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
-        return [{} for _ in range(parallel or 1)]
-    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
+        return [{}] * (parallel or 1)
+    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))}] * parallel
 
 
 def train_runs(
