@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import TextIO
 
 import numpy as np
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pretrain.config import Budget, RunConfig
 from pretrain.data.vocabulary import planned_model_config
@@ -222,20 +222,18 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    first, last = command[: command.index("--main_process_port")], command[command.index("train.py") :]
+    port = str(get_free_port())
+    script = command.index("train.py")
     launched = []
     try:
         for rank in range(processes):
             machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
             # NCCL treats ranks with different host IDs as different machines.
             environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             launched.append(
                 subprocess.Popen(
-                    [*first, *machine, *address, *last],
+                    [*command[:script], *machine, *address, *command[script:]],
                     cwd=ROOT,
                     env=environment,
                     stdout=log,
