@@ -5,6 +5,7 @@ first line. Once the recipe exists, the command only trains.
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -22,7 +23,7 @@ import torch
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.shards import open_shards, read_manifest
 from pretrain.data.tokenizer import load_decoder
-from pretrain.errors import CRASHED, EXIT_BAD_INPUT, InputError, Problems, leave
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, InputError, Problems, leave, shortened
 from pretrain.files import ROOT, shown
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.optimizers import OPTIMIZERS
@@ -222,9 +223,8 @@ def refuse_other_text(asked: OwnText, files: TextFiles) -> None:
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())
     if changes:
-        more = f"; {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
-            f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}. To "
+            f"{asked.place.shards}: the text has changed since preparation: {shortened('; '.join(changes))}. To "
             f"train on the new text, {ANOTHER_NAME}. To continue with the old text, use python train.py "
             f"--config {asked.place.recipe}"
         )
@@ -376,9 +376,8 @@ class Prepared:
         reader = open_shards(shards, "validation" if validation else "train")
         ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
         reader.read(0, ids)
-        # If no document ends here, argmax finds the appended sentinel.
-        document = ids[: int(np.argmax(np.append(ids, manifest.end_of_document_id) == manifest.end_of_document_id))]
-        text = load_decoder(manifest.tokenizer_folder).decode(document.tolist())
+        document = itertools.takewhile(lambda token: token != manifest.end_of_document_id, ids.tolist())
+        text = load_decoder(manifest.tokenizer_folder).decode(list(document))
         # The last token may end inside a character, which then decodes to U+FFFD.
         return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
 
