@@ -11,44 +11,35 @@ python plan.py --hours 2 --gpus 8 --gpu h100 --family qwen3 --vocabulary tokeniz
 python plan.py --hours 1 --gpu cpu --data data/mine --write recipes/mine.yaml
 """
 
-import argparse
 import shlex
 import sys
 
 from pretrain.errors import run_script
 from pretrain.recipe import named_recipe, pair_up, read_run_config
 from pretrain.terminal import announce_loading
-from pretrain_tools.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
-from pretrain_tools.planning.hardware_options import add_hardware_options, gpu_of, hardware_of, option_problems
-
-
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns (plan.py's own options, the recipe settings on the command line)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", metavar="RECIPE", help="recipe to plan")
-    add_hardware_options(parser)
-    parser.add_argument("--mfu", type=float, help="expected MFU, such as 0.45 [depends on the model size]")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--comment", action="store_true", help="print the plan as a header comment for the recipe")
-    add_budget_options(parser)
-    return parser.parse_known_args(argv)
+from pretrain_tools.planning.plan_options import (
+    asks_for_recipe,
+    gpu_of,
+    hardware_of,
+    option_problems,
+    parse_arguments,
+    read_budget_request,
+)
 
 
 def main() -> None:
-    options, rest = parse_arguments(named_recipe(sys.argv[1:]))
+    options, rest = parse_arguments(__doc__, named_recipe(sys.argv[1:]))
     problems = option_problems(options)
     gpu = problems.attempt(gpu_of, options)
     # Check the options before importing torch, which is slow.
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()
-        from pretrain_tools.experiments.ladder_report import read_ladder
-        from pretrain_tools.planning.budget_report import recipe_of_budget
+        from pretrain_tools.experiments.ladder import read_ladder
+        from pretrain_tools.planning.budget import recipe_of_budget
 
-        expect = read_ladder(options.ladder) if options.ladder else None
-        recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), expect)
+        predict = read_ladder(options.ladder).predict if options.ladder else None
+        recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), predict)
         return
     if options.config is None:
         problems.append("--config: pass the recipe to plan, or use --hours, --dollars or --flops to make one")

@@ -96,7 +96,7 @@ def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
 
 def ladder(runs: list[Path], **options: Any) -> None:
     """Fits a scaling law to runs and predicts losses."""
-    from pretrain_tools.experiments.ladder_report import report_ladder
+    from pretrain_tools.experiments.ladder import report_ladder
 
     report_ladder(runs, **options)
 

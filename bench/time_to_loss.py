@@ -193,7 +193,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
     """Runs train.py with the recipe that it chooses for this text. Returns the curve and the chosen shape."""
-    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
+    from pretrain_tools.planning.own_text import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.sizing import choose_sizing, padded
 
     run = given.output / "groundwork"

@@ -30,6 +30,7 @@ from pretrain.errors import (
     EXIT_PREEMPTED,
 )
 from pretrain.mesh_sizes import take_own_options, variable
+from pretrain.processes import status_after
 
 ENDED_ON_PURPOSE = {
     EXIT_BAD_INPUT,
@@ -113,11 +114,6 @@ def patient_agent() -> type:
             return result
 
     return Agent
-
-
-def status_after(number: int) -> int:
-    """Returns the exit status for a run that was stopped by a signal."""
-    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:

@@ -1,9 +1,10 @@
-"""Locks an output folder for one process, and checks which processes are alive."""
+"""Locks an output folder for one process, checks which processes are alive, and forwards signals to them."""
 
 import fcntl
 import json
 import math
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from pretrain.errors import InputError
+from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError
 
 LOOK_SECONDS = 0.2
 
@@ -153,3 +154,31 @@ def signal_tree(pid: int, number: int) -> None:
         for each in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 each.send_signal(number)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[list[int]]:
+    """Forwards signals to all child processes during a with block. Yields a list of the signals received so far.
+
+    Start the child processes in a new session. Otherwise, they would receive Ctrl-C twice.
+    """
+    import psutil
+
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        for process in psutil.Process().children():
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def status_after(number: int) -> int:
+    """Returns the exit status for a run that was stopped by a signal."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED

@@ -178,7 +178,7 @@ def read(words: list[str]) -> None:
     elif script == "publish.py":
         problems = publish.read_arguments(arguments)[1]
     elif script == "plan.py":
-        own, rest = plan.parse_arguments(named_recipe(arguments))
+        own, rest = plan.parse_arguments("", named_recipe(arguments))
         problems = plan.option_problems(own)
         if own.config is not None:
             read_run_config(own.config, pair_up(rest))

@@ -1,4 +1,4 @@
-"""Fits a scaling law to runs of several sizes and predicts the loss of larger runs (runs.py ladder)."""
+"""Fits a scaling law to runs of several sizes, predicts the loss of larger runs, and reports both (runs.py ladder)."""
 
 import itertools
 import json
@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrain.data.data_record import DATA_FILE
-from pretrain.errors import InputError, Problems
+from pretrain.errors import InputError, Problems, one_line, read_small_file
+from pretrain.files import write_durably
 from pretrain.recipe import read_run_config
-from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
-from pretrain.units import count_text, parse_count
-from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law
+from pretrain.runs.run_folder import output_problem, read_config, read_json, setting
+from pretrain.units import count_text, counted, parse_count, table
+from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law, law_of, law_values
 from pretrain_tools.experiments.small_runs import losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import History, end_of, find_runs, read_history
+from pretrain_tools.runs.history import end_of, find_runs, read_history
+from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LEAST_SIZES = 4
 """Minimum number of model sizes for a prediction."""
@@ -34,6 +38,7 @@ IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samp
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
 """Settings that barely affect the final loss. They are ignored when runs are compared."""
+LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1, "count": "matrix"}
 
 
 def compute_of(parameters: float, tokens: float) -> float:
@@ -88,16 +93,66 @@ class Prediction:
     measured: float | None = None
     """Measured loss, for a back-test."""
 
+    @property
+    def compute(self) -> float:
+        return compute_of(self.parameters, self.tokens)
+
+    @property
+    def is_far(self) -> bool:
+        """True if the prediction extrapolates to much more compute than the runs'."""
+        return self.times_compute > FAR_COMPUTE
+
 
 @dataclass(frozen=True)
 class Ladder:
-    """A scaling law, the rungs it was fitted to, and its predictions."""
+    """Rungs and the scaling law fitted to them."""
 
-    rungs: list[Rung]
+    rungs: Sequence[Rung]
     law: ScalingLaw
-    backtest: Prediction | None
-    """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
-    predictions: list[Prediction]
+
+    @classmethod
+    def fitted(cls, rungs: Sequence[Rung]) -> "Ladder":
+        """Fits the scaling law. The noise across seeds is a lower bound for the fit's noise."""
+        relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
+        law = fit_scaling_law(
+            [rung.parameters for rung in rungs],
+            [rung.tokens for rung in rungs],
+            [rung.loss for rung in rungs],
+            least_noise=math.sqrt(statistics.fmean(relative)) if relative else 0.0,
+        )
+        return cls(rungs, law)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the fit doesn't allow predictions, or None if it does."""
+        sizes = len(distinct_sizes(self.rungs))
+        if sizes < LEAST_SIZES:
+            return (
+                f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example "
+                "by doubling the size each time"
+            )
+        if self.law.noise > MOST_NOISE:
+            return (
+                f"the noise around the scaling law is {self.law.noise:.1%}, but must be at most {MOST_NOISE:.0%}; "
+                "remove outliers (run without --predict to see the residuals), or train more seeds"
+            )
+        return None
+
+    def predict(self, name: str, parameters: int, tokens: int, measured: float | None = None) -> Prediction:
+        """Predicts the loss of a run."""
+        times = compute_of(parameters, tokens) / max(rung.compute for rung in self.rungs)
+        loss = float(self.law.loss(parameters, tokens))
+        return Prediction(name, parameters, tokens, loss, self.law.interval(parameters, tokens), times, measured)
+
+    def backtest(self) -> Prediction | None:
+        """Predicts the largest rung from a fit to the smaller sizes. None with fewer than LEAST_SIZES sizes."""
+        sizes = distinct_sizes(self.rungs)
+        if len(sizes) < LEAST_SIZES:
+            return None
+        # Hold out all rungs close to the largest size, because they would leak its loss.
+        smaller = [rung for rung in self.rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
+        last = max((rung for rung in self.rungs if rung not in smaller), key=lambda rung: rung.compute)
+        return Ladder.fitted(smaller).predict("backtest", last.parameters, last.tokens, last.loss)
 
 
 def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str]]:
@@ -107,21 +162,21 @@ def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str
     """
     problems = Problems()
     runs = []
-    said = []
     for folder in folders:
-        found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
+        found = find_runs(folder)
         if not found:
             problems.append(f"{folder}: contains no runs; pass run folders or sweep folders")
         runs += found
     problems.stop_if_any()
     points = []
+    said = []
     # Deduplicate: a run may be passed both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
-        history = problems.attempt(read_history, run)
-        if history and (reason := unusable(history)):
-            said.append(f"{run}: skipped: {reason}")
-        elif history:
-            points += [point] if (point := problems.attempt(ladder_run, history)) else []
+        found = problems.attempt(ladder_run, run)
+        if isinstance(found, str):
+            said.append(f"{run}: skipped: {found}")
+        else:
+            points.append(found)
     problems.stop_if_any()
     if not points:
         raise InputError(*said, "no usable runs; a ladder needs finished runs with a validation loss")
@@ -130,40 +185,33 @@ def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str
     return points, said
 
 
-def unusable(history: History) -> str | None:
-    """Returns why a run can't be used for the fit, or None if it can."""
-    if end_of(history.events).get("code") != 0:
-        return "it hasn't finished"
-    if not history.last("validation"):
-        return "it has no validation loss"
-    losses = losses_by_step(history.events)
-    last = max(losses)
-    if not math.isfinite(sum(losses[last].values())):
-        return "its last validation loss is infinite or NaN"
-    if last not in {event["step"] for event in history.of("train")}:
-        return f"metrics.jsonl has no training event for step {last}, its last validation"
-    return (
-        "it started from pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
-    )
-
-
-def ladder_run(history: History) -> LadderRun:
-    """Reads a usable run's size, token count and final loss."""
+def ladder_run(folder: Path) -> LadderRun | str:
+    """Reads a run's size, token count and final loss, or returns why it can't be used for the fit."""
     from pretrain.model.build import matrix_parameters
     from pretrain.model.model_config import load_model_config
 
-    folder = history.folder
+    history = read_history(folder)
+    losses = losses_by_step(history.events)
+    tokens = {event["step"]: event.get("tokens") for event in history.of("train")}
+    if end_of(history.events).get("code") != 0:
+        return "it hasn't finished"
+    if not losses:
+        return "it has no validation loss"
+    last = max(losses)
+    loss = statistics.fmean(losses[last].values())
+    if not math.isfinite(loss):
+        return "its last validation loss is infinite or NaN"
+    if last not in tokens:
+        return f"metrics.jsonl has no training event for step {last}, its last validation"
+    if setting(read_config(folder), "init") == "pretrained":
+        return "it started from pretrained weights"
     parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
     config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
-    losses = losses_by_step(history.events)
-    last = max(losses)
     # Stored with the settings so that they are compared as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
-    tokens = {event["step"]: event["tokens"] for event in history.of("train")}
-    loss = statistics.fmean(losses[last].values())
     return LadderRun(folder, parameters, tokens[last], loss, settings)
 
 
@@ -180,106 +228,48 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
     return problems
 
 
-def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs, sorted by N and D. Keeps only the best settings for each size and token count."""
-    groups: list[dict[str, list[LadderRun]]] = []
-    first = None
+def rungs_of(runs: Iterable[LadderRun]) -> list[Rung]:
+    """Groups runs of the same size and token count into rungs, sorted by N and D."""
+    groups: list[list[LadderRun]] = []
     for run in sorted(runs, key=lambda run: (run.parameters, run.tokens)):
         # Budgets are rounded to whole steps, so token counts within 2% count as equal.
+        first = groups[-1][0] if groups else None
         if first is None or run.parameters != first.parameters or run.tokens > 1.02 * first.tokens:
-            first = run
-            groups.append({})
-        groups[-1].setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
-    rungs = []
-    for settings in groups:
-        # A scaling law describes the best settings at each size. Worse ones would bias it upward.
-        best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
-        losses = [run.loss for run in best]
-        rungs.append(
-            Rung(
-                best[0].parameters,
-                round(statistics.fmean(run.tokens for run in best)),
-                statistics.fmean(losses),
-                statistics.stdev(losses) if len(losses) > 1 else None,
-                tuple(run.folder for run in best),
-                sum(map(len, settings.values())) - len(best),
-                best[0].settings.get("batch.tokens_per_step"),
-            )
-        )
-    return sorted(rungs, key=lambda rung: (rung.parameters, rung.tokens))
+            groups.append([])
+        groups[-1].append(run)
+    return [rung_of(group) for group in groups]
 
 
-def distinct_sizes(parameters: Iterable[int]) -> list[int]:
+def rung_of(runs: Sequence[LadderRun]) -> Rung:
+    """Averages the runs with the best settings, because worse ones would bias the scaling law upward."""
+    by_settings: dict[str, list[LadderRun]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
+    best = min(by_settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
+    losses = [run.loss for run in best]
+    return Rung(
+        best[0].parameters,
+        round(statistics.fmean(run.tokens for run in best)),
+        statistics.fmean(losses),
+        statistics.stdev(losses) if len(losses) > 1 else None,
+        tuple(run.folder for run in best),
+        len(runs) - len(best),
+        best[0].settings.get("batch.tokens_per_step"),
+    )
+
+
+def distinct_sizes(rungs: Iterable[Rung]) -> list[int]:
     """Returns the distinct model sizes in ascending order. Merges sizes within a factor of SIZES_DIFFER."""
     sizes: list[int] = []
-    for size in sorted(parameters):
+    for size in sorted(rung.parameters for rung in rungs):
         if not sizes or size > SIZES_DIFFER * sizes[-1]:
             sizes.append(size)
     return sizes
 
 
-def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
-    """Fits the scaling law to the rungs. The noise across seeds is a lower bound for the fit's noise."""
-    relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
-    return fit_scaling_law(
-        [rung.parameters for rung in rungs],
-        [rung.tokens for rung in rungs],
-        [rung.loss for rung in rungs],
-        least_noise=math.sqrt(statistics.fmean(relative)) if relative else 0.0,
-    )
-
-
-def predict_loss(
-    law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int, measured: float | None = None
-) -> Prediction:
-    """Predicts the loss of a run."""
-    times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
-    loss = float(law.loss(parameters, tokens))
-    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times, measured)
-
-
-def prediction_problem(sizes: int, noise: float) -> str | None:
-    """Returns why a fit to this many model sizes doesn't allow predictions, or None if it does."""
-    if sizes < LEAST_SIZES:
-        return (
-            f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example by "
-            "doubling the size each time"
-        )
-    if noise > MOST_NOISE:
-        return (
-            f"the noise around the scaling law is {noise:.1%}, but must be at most {MOST_NOISE:.0%}; remove outliers "
-            "(run without --predict to see the residuals), or train more seeds"
-        )
-    return None
-
-
-def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Ladder:
-    """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
-
-    Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
-    """
-    sizes = distinct_sizes(rung.parameters for rung in rungs)
-    if len(sizes) < 2:
-        raise InputError(
-            f"all runs have the same size, {count_text(sizes[0])} parameters; a ladder needs several sizes, and a "
-            f"prediction needs at least {LEAST_SIZES}"
-        )
-    law = fit_rungs(rungs)
-    if asked and (problem := prediction_problem(len(sizes), law.noise)):
-        raise InputError(f"--predict: {problem}")
-    backtest = None
-    if len(sizes) >= LEAST_SIZES:
-        # Hold out all rungs close to the largest size, because they would leak its loss.
-        smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
-        last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
-        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens, last.loss)
-    return Ladder(rungs, law, backtest, [predict_loss(law, rungs, *one) for one in asked])
-
-
-def cautions_of(ladder: Ladder) -> list[str]:
+def cautions_of(ladder: Ladder, predictions: Iterable[Prediction]) -> list[str]:
     """Returns warnings about the fit and the predictions."""
-    sizes = distinct_sizes(rung.parameters for rung in ladder.rungs)
-    said = [problem] if (problem := prediction_problem(len(sizes), ladder.law.noise)) else []
+    said = [ladder.problem] if ladder.problem else []
     if max(ladder.law.prior_shares) > MOSTLY_PRIOR:
         said.append(
             "the runs don't determine alpha and beta separately, for example because tokens grow with model size, so "
@@ -299,18 +289,10 @@ def cautions_of(ladder: Ladder) -> list[str]:
     said += [
         f"{one.name}: needs {one.times_compute:.3g} times the compute of the largest run. Beyond {FAR_COMPUTE:g} "
         "times, the interval is only valid if the scaling law still holds"
-        for one in ladder.predictions
-        if one.times_compute > FAR_COMPUTE
+        for one in predictions
+        if one.is_far
     ]
     return said
-
-
-def read_predictions(texts: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Parses --predict arguments into (name, parameters, tokens). Raises InputError listing all problems."""
-    problems = Problems()
-    found = [problems.attempt(read_prediction, text) for text in texts]
-    problems.stop_if_any()
-    return found
 
 
 def read_prediction(text: str) -> tuple[str, int, int]:
@@ -327,3 +309,148 @@ def read_prediction(text: str) -> tuple[str, int, int]:
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
         raise InputError(f"--predict {text}: must be a recipe, or sizes such as parameters=30M,tokens=600M")
     return text, numbers["parameters"], numbers["tokens"]
+
+
+def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Path | None) -> None:
+    """Fits a scaling law to the runs in these folders, prints it, and writes it as JSON and PNG.
+
+    Raises InputError listing all problems.
+
+    Args:
+        predict: arguments to predict; see `read_prediction`.
+        output: path without a suffix. None means `ladder` in the runs' folder, or in the current folder if several
+            are passed.
+    """
+    base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
+    problems = Problems()
+    asked = [problems.attempt(read_prediction, text) for text in predict]
+    found = problems.attempt(read_ladder_runs, folders)
+    if problem := output_problem(base.parent):
+        problems.append(f"--{problem}")
+    problems.stop_if_any()
+    runs, left_out = found
+    rungs = rungs_of(runs)
+    if len(distinct_sizes(rungs)) < 2:
+        raise InputError(
+            f"all runs have the same size, {count_text(rungs[0].parameters)} parameters; a ladder needs several "
+            f"sizes, and a prediction needs at least {LEAST_SIZES}"
+        )
+    ladder = Ladder.fitted(rungs)
+    if asked and ladder.problem:
+        raise InputError(f"--predict: {ladder.problem}")
+    predictions = [ladder.predict(*one) for one in asked]
+    base.parent.mkdir(parents=True, exist_ok=True)
+    backtest = ladder.backtest()
+    print(ladder_text(ladder, backtest, predictions, left_out))
+    values = ladder_values(ladder, backtest, predictions)
+    files = [base.with_name(f"{base.name}{ending}") for ending in (".json", ".png")]
+    write_durably(files[0], json.dumps(values, indent=1) + "\n")
+    draw_ladder(ladder, predictions, files[1])
+    print(*files, sep="\n")
+
+
+def ladder_text(
+    ladder: Ladder, backtest: Prediction | None, predictions: Sequence[Prediction], left_out: Sequence[str]
+) -> str:
+    """Formats the fit, residuals, back-test, predictions and warnings as text."""
+    law = ladder.law
+    rows = [["N", "tokens", "loss", "spread", "seeds", "residual"]]
+    for rung, residual in zip(ladder.rungs, law.residuals, strict=True):
+        spread = "-" if rung.spread is None else f"{rung.spread:.4f}"
+        sizes = [count_text(rung.parameters), count_text(rung.tokens)]
+        rows.append([*sizes, f"{rung.loss:.4f}", spread, str(len(rung.folders)), f"{residual:+.2%}"])
+    fit = ", ".join(f"{name} = {value:.4g}" for name, value in law.coefficients.items())
+    lines = [
+        f"L(N, D) = E + A / N^alpha + B / D^beta with {fit}",
+        "N: parameters in matmuls, including the head but not the embedding tables",
+        "",
+        table(rows, right=set(range(6))),
+        "",
+        f"noise around the scaling law: {law.noise:.2%}",
+    ]
+    if backtest:
+        low, high = backtest.interval
+        measured = backtest.measured
+        verdict = "within" if low <= measured <= high else "OUTSIDE"
+        lines.append(
+            f"back-test: a fit without the largest size predicts {backtest.loss:.4f} ({low:.4f} to {high:.4f}) at "
+            f"{backtest.times_compute:.3g} times the compute. The measured loss is {measured:.4f} "
+            f"({measured / backtest.loss - 1:+.2%}), {verdict} the interval."
+        )
+    if predictions:
+        rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval"]]
+        for one in predictions:
+            low, high = one.interval
+            sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]
+            rows.append([one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}"])
+        lines += ["", table(rows, right={1, 2, 3, 4})]
+    lines += ["", *left_out]
+    if worse := sum(rung.left_out for rung in ladder.rungs):
+        lines.append(f"skipped: {counted(worse, 'run')} with worse settings at the same size and token count")
+    return "\n".join([*lines, *(f"warning: {caution}" for caution in cautions_of(ladder, predictions))])
+
+
+def ladder_values(ladder: Ladder, backtest: Prediction | None, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Returns the contents of ladder.json, with losses in nats per token."""
+    law = ladder.law
+    return {
+        **LADDER_FORMAT,
+        "coefficients": law.coefficients,
+        "noise": law.noise,
+        "rungs": [
+            {**vars(rung), "folders": list(map(str, rung.folders)), "residual": round(float(residual), 6)}
+            for rung, residual in zip(ladder.rungs, law.residuals, strict=True)
+        ],
+        "backtest": vars(backtest) if backtest else None,
+        "predictions": list(map(vars, predictions)),
+        "cautions": cautions_of(ladder, predictions),
+        "law": law_values(law),
+    }
+
+
+def read_ladder(path: Path) -> Ladder:
+    """Reads a ladder.json. Raises InputError if the file is invalid or its fit doesn't allow predictions."""
+    try:
+        values = json.loads(read_small_file(path, most_bytes=1 << 24))
+        if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
+            raise ValueError("unknown format or version")
+        rungs = [Rung(**{name: rung.get(name) for name in Rung.__annotations__}) for rung in values["rungs"]]
+        ladder = Ladder(rungs, law_of(values["law"]))
+        problem = ladder.problem
+    except InputError as error:
+        raise InputError(f"--ladder {path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
+    if problem:
+        raise InputError(f"--ladder {path}: {problem}")
+    return ladder
+
+
+def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -> None:
+    """Plots loss against compute: the runs, the scaling law with its interval, and the predictions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    panel = figure.add_subplot()
+    law = ladder.law
+    logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
+    # Along the curve, the token count is a power law in N, fitted to the rungs.
+    shown = [point.parameters for point in (*ladder.rungs, *predictions)]
+    sizes = np.geomspace(min(shown), max(shown), 60)
+    tokens = np.exp(np.polyval(np.polyfit(*logs, 1), np.log(sizes)))
+    low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
+    compute = compute_of(sizes, tokens)
+    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval for one run")
+    panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="scaling law, along the ladder")
+    for points, form, color, size, label in (
+        (ladder.rungs, "o", "#000000", 5, "measured"),
+        (predictions, "*", COLORS[1], 11, "predicted"),
+    ):
+        if points:
+            at, losses = zip(*((point.compute, point.loss) for point in points), strict=True)
+            panel.plot(at, losses, form, color=color, markersize=size, label=label)
+    style_panel(panel, "Validation loss (nats per token) against compute")
+    panel.set_xscale("log")
+    panel.set_xlabel("FLOPs (6 N D)")
+    panel.legend(frameon=False, fontsize=9)
+    save_figure(figure, path)

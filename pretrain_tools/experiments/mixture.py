@@ -19,9 +19,8 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.recipe import as_yaml, parse_yaml, read_run_config
 from pretrain.units import table
-from pretrain_tools.experiments.sweep import run_sweep
+from pretrain_tools.experiments.sweep import PointResult, run_sweep
 from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
-from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
 """Minimum weight of a source in a candidate, because log(0) is undefined."""

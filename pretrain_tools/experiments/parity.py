@@ -8,39 +8,41 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from pretrain.config import RunConfig
+from pretrain.config import Budget, RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
-from pretrain.files import ROOT
+from pretrain.files import ROOT, write_durably
+from pretrain.hardware import missing_bf16
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.parallel.strategy import device_type
 from pretrain.processes import signal_tree
-from pretrain.recipe import read_run_config
+from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import counted, table
+from pretrain_tools.planning.layouts import products
+from pretrain_tools.planning.memory import sizes_of
+from pretrain_tools.planning.smoke import short_config
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """{precision: (absolute tolerance for the loss, relative tolerance for the gradient norm)}. Strategies round
 differently, so in half precision gradient norms can differ by a few percent even if the losses agree. fp8 has 3
 mantissa bits, and bf16 has 7."""
-
-RESOLVED = (
-    "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
-    "optim.learning_rate",
-)  # fmt: skip
-"""Settings whose `auto` value may depend on the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class StrategyOutcome:
 
 def strategy_names() -> list[str]:
     """Returns the names of the files in accelerate_configs/, starting with REFERENCE."""
-    names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-    return [REFERENCE, *(name for name in names if name != REFERENCE)]
+    names = (path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+    return sorted(names, key=lambda name: (name != REFERENCE, name))
 
 
 def named(sizes: Sizes) -> str:
@@ -83,8 +85,6 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
 
     dp_shard defaults to the remaining factor, as in accelerate_configs/mesh.yaml. Raises InputError for invalid sizes.
     """
-    from pretrain_tools.planning.layouts import products
-
     if mesh == "all":
         return [named(each.sizes) for each in products(processes) if each.ep == 1 or has_experts]
     sizes: dict[str, int] = {}
@@ -127,9 +127,11 @@ def compare_strategies(
         mesh: see `products_asked_for`.
         changes: recipe overrides as (dotted path, value).
     """
+    config = read_run_config(recipe, changes)
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
-        names += products_asked_for(mesh, processes, trains_experts(recipe, changes))
+        experts = sizes_of(planned_model_config(config.model, config.data)).experts
+        names += products_asked_for(mesh, processes, has_experts=experts > 0)
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     known = strategy_names()
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
@@ -141,23 +143,22 @@ def compare_strategies(
     ]
     if problems:
         raise InputError(*problems)
-    # Imported here so that the errors above don't wait for torch.
-    from pretrain.training.auto_settings import resolve_auto
-
-    config = resolve_auto(read_run_config(recipe, changes), processes)
-    overrides = run_overrides(config, changes, steps, precision)
+    # All launches need the same recipe, because `auto` settings may depend on the number of processes.
+    short = output / "parity.yaml"
+    output.mkdir(parents=True, exist_ok=True)
+    write_durably(short, as_yaml(parity_config(resolve_auto(config, processes), steps, precision)))
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
-        outcomes[name] = train_under(name, count, recipe, output / name, overrides)
+        outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"training {recipe} failed; see {output / REFERENCE}.log"])
             )
     optimizer = config.optim.name
-    if precision == "fp32" and updates_in_bf16(optimizer):
+    if precision == "fp32" and OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None:
         print(f"{optimizer} computes its updates in bf16 on this machine, so the bf16 tolerances apply.\n")
         precision = "bf16"
     results = report_parity(outcomes, TOLERANCES[precision], output)
@@ -165,45 +166,21 @@ def compare_strategies(
     return 0 if ran and all(result.get("same") for result in ran) else 1
 
 
-def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
-    """Returns True if the recipe's model has experts."""
-    from pretrain.data.vocabulary import planned_model_config
-    from pretrain_tools.planning.memory import sizes_of
-
-    config = read_run_config(recipe, changes)
-    return sizes_of(planned_model_config(config)).experts > 0
-
-
-def updates_in_bf16(optimizer: str) -> bool:
-    """Returns True if the optimizer computes its updates in bf16 on this machine. Imports torch."""
-    from pretrain.hardware import missing_bf16
-    from pretrain.optim.optimizers import OPTIMIZERS
-    from pretrain.parallel.strategy import device_type
-
-    return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
-
-
-def run_overrides(config: RunConfig, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """Returns command-line overrides for a short run without uploads, including `changes`.
-
-    config: the recipe with `changes`, without `auto` settings.
-    """
-    # Otherwise, each launch would resolve `auto` for its own number of processes.
-    resolved = [(name, attrgetter(name)(config)) for name in RESOLVED]
-    # Deeper names take precedence, so --budget.steps would replace the short budget below.
-    kept = [(path, value) for path, value in changes if not path.startswith(("budget", "checkpoint"))]
+def parity_config(config: RunConfig, steps: int, precision: str) -> RunConfig:
+    """Returns a short version of a recipe without `auto` settings."""
     # Warm up for at most 10% of the short run, so that most steps use the full learning rate.
     warmup = min(config.optim.warmup_steps, steps // 10)
-    return [
-        *(f"--{path}={value}" for path, value in [*kept, *resolved] if value is not None),
-        *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--interval_scale", "1"),
-        *("--hub.repository", "null"),
-        *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
-        *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
-    ]
+    update = {
+        "budget": Budget(steps=steps),
+        "precision": precision,
+        "optim": config.optim.model_copy(update={"warmup_steps": warmup}),
+    }
+    return short_config(config, every=steps).model_copy(update=update)
 
 
-def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
+def train_under(
+    name: str, processes: int, recipe: Path, output: Path, overrides: Sequence[str] = ()
+) -> StrategyOutcome:
     """Trains with one strategy. Redirects its console output to `output` with the suffix .log.
 
     On a machine with one GPU, all processes share it. This is slow, because NCCL then uses the loopback interface.
@@ -212,39 +189,32 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
-        if processes > 1 and gpu_count() == 1:
+        if processes > 1 and torch.cuda.device_count() == 1:
             status = run_on_one_gpu(command, processes, file)
         else:
             status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
-    # A launch that silently falls back to one process would match the reference.
-    if status == 0 and (mistake := mistaken_launch(output, name, processes)):
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(mistake + "\n")
-        print(mistake, file=sys.stderr, flush=True)
-        return StrategyOutcome(None)
-    if status == 0:
-        return StrategyOutcome(read_curve(output))
-    return StrategyOutcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
+        if status:
+            text = log.read_text(encoding="utf-8", errors="replace")
+            return StrategyOutcome(None, tuple(refusals(text, status)))
+        # A launch that silently falls back to one process would match the reference.
+        if mistake := mistaken_launch(output, name, processes):
+            for place in (file, sys.stderr):
+                print(mistake, file=place, flush=True)
+            return StrategyOutcome(None)
+    return StrategyOutcome(read_curve(output))
 
 
-def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> list[str]:
+def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: Sequence[str]) -> list[str]:
     """Builds the command that trains a recipe with a strategy."""
     sizes = sizes_called(name)
-    options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
+    given = sizes.named() if sizes else {}
     return [
         *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
         *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
-        *(word for option in options for word in option),
+        *(f"--{setting(dimension)}={size}" for dimension, size in given.items()),
         *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
         *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
     ]
-
-
-def gpu_count() -> int:
-    """Returns the number of GPUs visible to torch. Imports torch."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
@@ -252,20 +222,18 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    first, last = command[: command.index("--main_process_port")], command[command.index("train.py") :]
+    port = str(get_free_port())
+    script = command.index("train.py")
     launched = []
     try:
         for rank in range(processes):
             machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
             # NCCL treats ranks with different host IDs as different machines.
             environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             launched.append(
                 subprocess.Popen(
-                    [*first, *machine, *address, *last],
+                    [*command[:script], *machine, *address, *command[script:]],
                     cwd=ROOT,
                     env=environment,
                     stdout=log,
@@ -288,13 +256,12 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     """Returns an error message if a run used a different strategy or number of processes, otherwise None."""
     record = read_json(run / "strategy.json")
-    trained = (record.get("strategy"), record.get("ranks"))
-    if sizes_called(name):
-        trained = (named(Sizes(**record.get("mesh", {}))), trained[1])
+    trained = named(Sizes(**record.get("mesh", {}))) if sizes_called(name) else record.get("strategy")
+    ranks = record.get("ranks")
     # With one process, the run always records `single`.
-    if trained == (name, processes) or processes == 1:
+    if processes == 1 or (trained, ranks) == (name, processes):
         return None
-    return f"{run}: trained with {trained[0]} on {trained[1]} processes instead of {name} on {processes}"
+    return f"{run}: trained with {trained} on {ranks} processes instead of {name} on {processes}"
 
 
 def refusals(log: str, status: int) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import huber
 
 EXPONENT = 0.35
 """Prior mean of alpha and beta. Published: 0.34 and 0.28 (Hoffmann), 0.35 and 0.37 (Besiroglu, arXiv 2404.10102)."""
@@ -181,46 +182,42 @@ def _fit(
         centers: prior means, shape (4,) or (R, 4).
     """
 
-    def distances(theta: NDArray) -> tuple[NDArray, NDArray, NDArray]:
-        """Returns the model (R, n), and the deviations of y (R, n) and the priors (R, 4) in standard deviations."""
-        model = log_loss(theta.T[:, :, None], n, d)
-        return model, (model - y) / noise[:, None], (theta @ PRIORS.T - centers) / PRIOR_SDS
+    def evaluated(theta: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+        """Returns the objective (R,), and the gradient (R, 5) and curvature (R, 5, 5) of its quadratic approximation.
 
-    def objectives(theta: NDArray) -> NDArray:
-        _, deviation, from_priors = distances(theta)
-        deviation = np.abs(deviation)
-        huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
-        return huber.sum(axis=1) + (from_priors**2).sum(axis=1) / 2
-
-    damping = np.full(len(theta), 1e-2)
-    objective = objectives(theta)
-    for _ in range(MOST_ITERATIONS):
-        model, deviation, from_priors = distances(theta)
-        # Iteratively reweighted least squares converges to the minimum of the Huber loss.
+        Iteratively reweighted least squares converges to the minimum of the Huber loss.
+        """
+        deviation = (log_loss(theta.T[:, :, None], n, d) - y) / noise[:, None]
+        from_priors = (theta @ PRIORS.T - centers) / PRIOR_SDS
+        objective = huber(HUBER_WIDTH, deviation).sum(axis=1) + (from_priors**2).sum(axis=1) / 2
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
-        slopes = _slopes(theta, n, d, model) / noise[:, None, None]
+        slopes = _slopes(theta, n, d) / noise[:, None, None]
         gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + from_priors @ SCALED_PRIORS
         curvature = np.einsum("rni,rn,rnj->rij", slopes, weights, slopes) + SCALED_PRIORS.T @ SCALED_PRIORS
+        return objective, gradient, curvature
+
+    damping = np.full(len(theta), 1e-2)
+    for _ in range(MOST_ITERATIONS):
+        objective, gradient, curvature = evaluated(theta)
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
         # Without bounds, an overshooting step could make an exponent negative; the fit wouldn't recover.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
-        then = objectives(tried)
-        better = then < objective
-        gained = np.where(better, objective - then, 0.0)
+        gained = objective - evaluated(tried)[0]
+        better = gained > 0
         # Each refit accepts or rejects its own step, so the results don't depend on the batch.
         theta = np.where(better[:, None], tried, theta)
-        objective = np.where(better, then, objective)
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
-        if better.any() and gained.max() < 1e-9:
+        if 0 < np.nanmax(gained) < 1e-9:
             break
-    return theta, objective
+    return theta, evaluated(theta)[0]
 
 
-def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
+def _slopes(theta: NDArray, n: NDArray, d: NDArray) -> NDArray:
     """Computes the derivatives of log L with respect to theta, shape (R, n, 5)."""
     e, p, q, alpha, beta = theta.T[:, :, None]
+    model = log_loss(theta.T[:, :, None], n, d)
     of_size = np.exp(p - alpha * n - model)
     of_tokens = np.exp(q - beta * d - model)
     return np.stack([np.exp(e - model), of_size, of_tokens, -n * of_size, -d * of_tokens], axis=-1)
@@ -228,6 +225,6 @@ def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
 
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
     """Returns the effective number of parameters determined by the runs: the trace of the hat matrix."""
-    slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
+    slopes = _slopes(theta[None], n, d)[0] / noise
     information = slopes.T @ slopes
     return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))

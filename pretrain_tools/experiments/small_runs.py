@@ -12,22 +12,20 @@ checkpoint.
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
-from pretrain.errors import EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
+from pretrain.errors import EXIT_NUMERIC
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held
+from pretrain.processes import hold_while_open, is_held, signals_passed_on, status_after
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_folders
@@ -142,13 +140,13 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
     # CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        names = visible.split(",")[:count]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
     # Otherwise, each run would start one thread per core. A value set by the user takes precedence.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
-        return [{} for _ in range(parallel or 1)]
-    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
+        return [{}] * (parallel or 1)
+    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))}] * parallel
 
 
 def train_runs(
@@ -168,7 +166,7 @@ def train_runs(
         ended: called with each run that has ended, and with its exit status.
     """
     training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
-    with signals_passed_on(training) as received:
+    with signals_passed_on() as received:
         for run in runs:
             if is_held(run.log):
                 text = "started by an earlier command and still training; waiting for it to finish"
@@ -189,9 +187,7 @@ def train_runs(
                     print(f"{run.name}: training", file=sys.stderr, flush=True)
                     training[slot] = run, start_training(run, environment)
             if not training:
-                if not received:
-                    return 0
-                return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
+                return status_after(received[0]) if received else 0
             time.sleep(POLL_SECONDS_OF_RUNS)
 
 
@@ -214,24 +210,6 @@ def start_training(run: SmallRun, environment: Mapping[str, str]) -> subprocess.
             stderr=subprocess.STDOUT,
             start_new_session=True,  # otherwise, the run would receive Ctrl-C twice
         )
-
-
-@contextmanager
-def signals_passed_on(training: Mapping[int, tuple[SmallRun, subprocess.Popen]]) -> Iterator[list[int]]:
-    """Forwards signals to all runs within the context. Yields a list of the signals received so far."""
-    received: list[int] = []
-
-    def pass_on(number: int, _frame: object) -> None:
-        received.append(number)
-        for _, process in list(training.values()):
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def failure_text(run: SmallRun, outcome: RunOutcome, status: int) -> str:

@@ -1,5 +1,6 @@
 """Plans a sweep: parses the varied settings, derives the runs, and reports all problems before any run starts."""
 
+import collections
 import io
 import itertools
 import json
@@ -9,7 +10,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
@@ -19,9 +20,6 @@ from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
 from pretrain_tools.runs.comparison import setting_differences
-
-if TYPE_CHECKING:
-    from pretrain.training.run_plan import RunPlan
 
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
@@ -89,8 +87,10 @@ class SweepPoint:
     """{dotted path: value as given on the command line}"""
     runs: list[SmallRun]
     """One run per seed."""
-    plan: "RunPlan" = field(repr=False)
-    """Derived settings, the same for all seeds."""
+    tokens: int
+    """Token budget of each run."""
+    tokenizers: set[str]
+    """Checksums of the tokenizers of the validation data."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -158,6 +158,12 @@ def request_problems(request: SweepRequest) -> Problems:
             )
         elif find_spec("optuna") is None:
             problems.append(f"--search requires optuna, which isn't installed; run pip install {OPTUNA}")
+    names = collections.Counter(run_name(request, settings, 0) for settings in request.grid)
+    problems += [
+        f"--vary: several combinations would use the folder {name}; use shorter values"
+        for name, count in names.items()
+        if count > 1
+    ]
     if output := output_problem(request.output):
         problems.append(output.replace("output:", "--output:", 1))
     elif holds_other_files(request.output):
@@ -187,7 +193,7 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
     return ",".join(parts + [f"seed={seed}"] * (request.seeds > 1))
 
 
-def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
+def config_of_run(config: RunConfig, request: SweepRequest, seed: int, name: str) -> RunConfig:
     """Returns one run's recipe, without uploads. Keeps one checkpoint unless checkpoint settings are overridden."""
     # With None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
@@ -197,7 +203,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept |= {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
     update = {
-        "output": output,
+        "output": request.output / "runs" / name,
         "seed": seed,
         "hub": Hub(),
         "tracking": config.tracking.model_copy(update=tracking),
@@ -208,55 +214,36 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 
 def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
     """Derives the runs for each combination of settings. Raises InputError listing all distinct problems."""
-    from pretrain.training.run_plan import derive
-    from pretrain.training.validation import open_validation
-
-    unreadable = Problems()
-    configs = [
-        unreadable.attempt(read_run_config, request.recipe, [*request.changes, *settings.items()])
-        for settings in points
-    ]
-    unreadable.stop_if_any()
     problems = Problems()
-    plans = []
-    tokenizers = set()
     say_stage(f"Checking {counted(len(points), 'setting')}")
-    for settings, config in zip(points, configs, strict=True):
-        output = request.output / "runs" / run_name(request, settings, config.seed)
-        with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
-            plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
-            validation = problems.attempt(open_validation, config.data)
-        tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
-        if validation == {}:
-            problems.append("data.validation: no source has a validation split; a sweep needs one to compare losses")
-    if len(tokenizers) > 1:
+    checked = [problems.attempt(check_point, request, settings) for settings in points]
+    if len(set().union(*(point.tokenizers for point in checked if point))) > 1:
         problems.append("data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately")
-    Problems(dict.fromkeys(problems)).stop_if_any()
-    checked = [
-        SweepPoint(settings, runs_of(request, settings, config, plan), plan)
-        for settings, config, plan in zip(points, configs, plans, strict=True)
-    ]
+    problems.stop_if_any()
     refuse_changes(checked)
     return checked
 
 
-def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> list[SmallRun]:
-    """Returns a combination's runs, with consecutive seeds starting from the recipe's seed."""
+def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
+    """Derives the runs for a combination of settings, with consecutive seeds starting from the recipe's seed."""
+    from pretrain.training.run_plan import derive
+    from pretrain.training.validation import open_validation
+
+    problems = Problems()
+    config = read_run_config(request.recipe, [*request.changes, *settings.items()])
+    names = {seed: run_name(request, settings, seed) for seed in range(config.seed, config.seed + request.seeds)}
+    configs = [config_of_run(config, request, seed, name) for seed, name in names.items()]
+    with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
+        plan = problems.attempt(derive, configs[0], ranks=1)
+        validation = problems.attempt(open_validation, config.data)
+    if validation == {}:
+        problems.append("data.validation: no source has a validation split; a sweep needs one to compare losses")
+    problems.stop_if_any()
     # Shards and models may be replaced at the same path.
     on_disk = {f"{key} on disk": value for key, value in plan.identity.items() if key.startswith(("model", "data."))}
-    runs = []
-    for seed in range(config.seed, config.seed + request.seeds):
-        name = run_name(request, settings, seed)
-        config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
-        runs.append(SmallRun(name, request.output, config_of_seed, on_disk))
-    return runs
-
-
-def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns a message for each folder name that several combinations share."""
-    names = [run_name(request, settings, 0) for settings in points]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    return [f"--vary: several combinations would use the folder {name}; use shorter values" for name in twice]
+    runs = [SmallRun(of_run.output.name, request.output, of_run, on_disk) for of_run in configs]
+    tokenizers = {reader.manifest.tokenizer_sha256 for reader in validation.values()}
+    return SweepPoint(settings, runs, plan.total_tokens, tokenizers)
 
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
@@ -281,7 +268,7 @@ def refuse_changes(points: Sequence[SweepPoint]) -> None:
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
     """Returns warnings about possible mistakes in a request. `points` is its grid."""
     said = []
-    tokens = sorted({point.plan.total_tokens for point in points})
+    tokens = sorted({point.tokens for point in points})
     varied = [axis.path for axis in request.axes]
     sized = any(path.startswith(("model", "budget")) for path in varied)
     if not request.search and not sized and tokens[-1] > 1.02 * tokens[0]:

@@ -2,10 +2,8 @@
 
 footprints predicts memory, and step_time predicts time (see docs/plan.md).
 
-    hardware_options: plan.py's hardware options
-    budget_request: plan.py's budget options
-    budget: chooses a run for a budget
-    budget_report: prints the chosen run and writes its recipe
+    plan_options: plan.py's hardware and budget options
+    budget: chooses a run for a budget, prints it and writes its recipe
     candidates: ranks strategies
     report: prints the plan
     layouts: process meshes
@@ -18,7 +16,6 @@ footprints predicts memory, and step_time predicts time (see docs/plan.md).
     step_time: time per step
     own_text: train.py --text
     text_files: finds the files for --text
-    sized_recipe: writes the recipe for --text
     texts: renders templates/
     sizing: chooses a model size
     families: model families

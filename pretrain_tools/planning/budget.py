@@ -1,35 +1,49 @@
-"""Chooses the model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
+"""Makes a recipe for a budget in hours, dollars or FLOPs, and reports each choice as a table and in the recipe.
 
-Starts with the best size at the assumed MFU, then tries smaller sizes as long as they are better at their planned
-speed.
+Chooses the model size, token count, batch size and strategy. Starts with the best size at the assumed MFU, then tries
+smaller sizes as long as they are better at their planned speed.
 """
 
 import functools
 import math
+import sys
 import tempfile
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pretrain.config import RunConfig
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.config import Budget, Optim, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
+from pretrain.model.model_config import padded_vocabulary
+from pretrain.optim.scaling_laws import scaling_law_batch
+from pretrain.terminal import width_of
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.candidates import (
     Candidate,
     Case,
     auto_precision,
+    command_of,
     consider,
+    reason_of,
     recommend,
     search_checkpointing,
     work_of_run,
 )
-from pretrain_tools.planning.families import Family, Shape
+from pretrain_tools.planning.families import FAMILIES, Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
+from pretrain_tools.planning.plan_options import BudgetRequest
+from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
 """Fraction of the time spent on training steps. The rest is for validation and checkpoints."""
@@ -45,6 +59,11 @@ COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 FAR_FROM_ASKED = 2.5
 """A warning appears if the tokens per parameter differ from the requested ratio by more than this factor."""
+SAVES = 10
+"""Minimum number of checkpoints and validations per run. They are at most SECONDS_BETWEEN_SAVES apart."""
+SECONDS_BETWEEN_SAVES = 1800
+SHARE_FOR_VALIDATION = 0.02
+"""Validation FLOPs as a fraction of the training FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -174,17 +193,11 @@ class Sized:
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
     @property
-    def learning_rate(self) -> float:
-        return float(f"{OPTIMIZERS['muon'].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
-
-    @property
-    def weight_decay(self) -> float:
-        decay = scaling_law_weight_decay(self.work.sizes.total, self.tokens, self.batch, self.learning_rate)
-        return float(f"{decay:.2g}")
-
-    @property
-    def warmup_steps(self) -> int:
-        return scaling_law_warmup(self.work.sizes.total, self.tokens, self.batch)
+    def optim(self) -> Optim:
+        """Muon's `auto` settings for this model, batch size and number of tokens."""
+        optim = Optim(name="muon", learning_rate="auto", weight_decay="auto", warmup_steps="auto")
+        update = {"budget": Budget(tokens=self.tokens), "optim": optim}
+        return resolve_auto(self.config.model_copy(update=update), processes=1).optim
 
 
 def choose_run(budget: RunBudget) -> Sized:
@@ -305,7 +318,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
-            # A placeholder. `Sized.learning_rate` depends on the batch.
+            # A placeholder. `Sized.optim` depends on the number of tokens.
             "optim": {"name": "muon", "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
@@ -319,3 +332,99 @@ def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(scaling_law_batch(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))
+
+
+def recipe_of_budget(
+    request: BudgetRequest, hardware: Hardware, command: str, predict: Callable[..., Any] | None = None
+) -> None:
+    """Chooses a run, writes its recipe if requested, and prints the result.
+
+    Args:
+        command: the user's command, which becomes the recipe's first line.
+        predict: `Ladder.predict` of the ladder passed with --ladder.
+
+    Raises InputError if no model fits the budget.
+    """
+    options = request.options
+    hours = options.hours
+    if options.dollars:
+        hours = options.dollars / hardware.gpus / hardware.gpu.price_per_hour
+    budget = RunBudget(
+        hardware=hardware,
+        family=FAMILIES[options.family or "llama"],
+        vocabulary=padded_vocabulary(request.vocabulary),
+        hours=hours,
+        flops=options.flops,
+        unique_tokens=request.unique_tokens,
+        tokens_per_parameter=options.tokens_per_parameter,
+        mfu=options.mfu,
+    )
+    run = choose_run(budget)
+    expected = predict and predict(str(options.ladder), run.work.non_embedding, run.tokens)
+    rows = choices(run, expected)
+    warnings = [f"warning: {warning}"] if (warning := unusual_ratio(run)) else []
+    place = request.place
+    # Enough data for one epoch and validation.
+    preparation = (
+        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {place.tokenizer or 'TOKENIZER'} --max_tokens "
+        f"{math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 --output {place.shards}"
+    )
+    launch = command_of(run.best, str(place.recipe), [], hardware, run.config)
+    lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
+    if options.write:
+        commands = {"command": command, "preparation": preparation, "launch": launch}
+        place.write(run.shape.json_text, recipe_text(run, rows, warnings, place, **commands))
+        lines = [
+            f"Wrote {place.model} and {place.recipe}",
+            *([] if place.is_prepared else [f"Prepare the data:\n  {preparation}"]),
+            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
+            f"Start the run:\n  {launch}",
+        ]
+    print_choices(rows, [*warnings, *lines])
+
+
+def choices(run: Sized, expected: Any) -> list[list[str]]:
+    """Lists every choice as [name, value, reason]. expected: the predicted loss, or None."""
+    lines = lines_of(
+        "choices.j2",
+        "choices",
+        run,
+        reason_of(run.best, run.candidates),
+        expected=expected,
+        enough_tokens=ENOUGH_TOKENS,
+        seconds_to_start=SECONDS_TO_START,
+        share_for_steps=SHARE_FOR_STEPS,
+    )
+    return [line.split(" | ", 2) for line in lines]
+
+
+def print_choices(rows: list[list[str]], lines: list[str]) -> None:
+    console = Console(soft_wrap=False, highlight=False, markup=False)
+    console.width = width_of(sys.stdout) or TABLE_WIDTH
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("choice", "value", "reason"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, "")
+    for line in lines:
+        # Paths and commands must stay on one line, so that they can be pasted.
+        console.print(line, soft_wrap=True)
+
+
+def recipe_text(run: Sized, rows: list[list[str]], warnings: list[str], place: RecipePlace, **commands: str) -> str:
+    """Formats the recipe with a comment for each choice."""
+    # In long runs, a crash should cost at most half an hour.
+    every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
+    sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
+    lines = [*(f"{name:<14} {value}: {reason}" for name, value, reason in rows), *warnings]
+    return render(
+        "budget.yaml.j2",
+        made_by=MADE_BY,
+        place=place,
+        reasons="\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines),
+        run=run,
+        every=every,
+        validation_sequences=int(min(max(sequences, 4), 512)),
+        **commands,
+    )

@@ -206,11 +206,6 @@ class Shape:
     @property
     def json_text(self) -> str:
         """The model's config as JSON, for sequences of twice the training length except with learned positions."""
-        return json.dumps(self.config_values, indent=2) + "\n"
-
-    @property
-    def config_values(self) -> dict[str, Any]:
-        """Contents of config.json."""
         family = self.family
         values = {"model_type": family.name, "vocab_size": self.vocabulary}
         if family.learns_positions:
@@ -231,4 +226,5 @@ class Shape:
         if family.experts:
             values |= {"num_experts": family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
             values["moe_intermediate_size"] = self.expert_width
-        return values | {"initializer_range": 0.02, "tie_word_embeddings": self.is_tied}
+        values |= {"initializer_range": 0.02, "tie_word_embeddings": self.is_tied}
+        return json.dumps(values, indent=2) + "\n"

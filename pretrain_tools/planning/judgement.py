@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -150,7 +149,9 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     storage = storage_of(config, work_of_run(config, run.model_config))
     place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
     # The run folder may not exist yet, so use its nearest existing parent.
-    free = shutil.disk_usage(place).free + _bytes_in(config.output)
+    # Existing checkpoints and the final model will be replaced.
+    existing = config.output.glob("*/**/*.safetensors")
+    free = shutil.disk_usage(place).free + sum(path.stat().st_size for path in existing if path.is_file())
     if storage.total <= free:
         return None
     return (
@@ -158,11 +159,6 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
         f"{bytes_text(storage.checkpoint)} and one being written), but {place} has only {bytes_text(free)}; lower "
         "checkpoint.keep_last, raise checkpoint.keep_every, or use a different --output"
     )
-
-
-def _bytes_in(folder: Path) -> int:
-    """Returns the size in bytes of a run's existing checkpoints and final model, which will be replaced."""
-    return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
 def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:

@@ -62,13 +62,12 @@ class Layout:
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
         """Creates a mesh layout, named after its accelerate config (`mesh` if there is none)."""
-        kinds = [("FSDP", "dp_shard")]
-        if sizes.dp_shard == sizes.ep == 1:
-            kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
-        launches = [(kind, tuple(each for each in sizes.named() if each != implied)) for kind, implied in kinds]
-        name = name or next((known for each in launches if (known := LAUNCHES.get(each)) in MESHES), "mesh")
+        for kind, implied in (("MULTI_GPU", "dp_replicate"), ("FSDP", "dp_shard")):
+            given = tuple(dimension for dimension in sizes.named() if dimension != implied)
+            known = LAUNCHES.get((kind, given))
+            name = name or (known if known in MESHES else None)
         return cls(
-            name,
+            name or "mesh",
             sizes.world,
             machines,
             replicas=sizes.dp_replicate,
@@ -160,13 +159,11 @@ class Layout:
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
     """Yields every possible mesh with this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for pp, replicas, cp, tp in itertools.product(divisors, repeat=4):
-        rest, unequal = divmod(ranks, pp * replicas * cp * tp)
-        if unequal or not rest or replicas == ranks:
-            continue
-        for ep in divisors:
-            if rest * cp * tp % ep == 0:
-                yield Layout.of(Sizes(pp, replicas, rest, cp, tp, ep), machines)
+    for pp, replicas, cp, tp, shards in itertools.product(divisors, repeat=5):
+        if pp * replicas * cp * tp * shards == ranks > replicas:
+            for ep in divisors:
+                if shards * cp * tp % ep == 0:
+                    yield Layout.of(Sizes(pp, replicas, shards, cp, tp, ep), machines)
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:

@@ -5,47 +5,64 @@ first line. Once the recipe exists, the command only trains.
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
-from pretrain.errors import (
-    CRASHED,
-    EXIT_BAD_INPUT,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    InputError,
-    Problems,
-    leave,
-)
+import numpy as np
+import torch
+
+from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.data.shards import open_shards, read_manifest
+from pretrain.data.tokenizer import load_decoder
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, InputError, Problems, leave, shortened
 from pretrain.files import ROOT, shown
+from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.parallel.strategy import device_type, resolve_precision
+from pretrain.processes import signals_passed_on, status_after
 from pretrain.recipe import read_command_line
-from pretrain.units import bytes_text, counted
-from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
-from pretrain_tools.planning.texts import MADE_BY, RecipePlace
-
-# Modules that import torch or numpy are imported later, so that typos are reported immediately.
-if TYPE_CHECKING:
-    from pretrain_tools.planning.text_files import TextFiles
+from pretrain.runs.run_folder import read_json
+from pretrain.units import bytes_text, counted, duration_text
+from pretrain_tools.planning.budget import ENOUGH_TOKENS
+from pretrain_tools.planning.families import Shape
+from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.step_time import mfu_of_size
+from pretrain_tools.planning.text_files import TextFiles, find_text_files
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
+from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
+from pretrain_tools.preparation.documents.sources import Files, expected_bytes
+from pretrain_tools.preparation.plan import source_differences
+from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
 SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000
 """Larger plain-text files are split into paragraphs, because documents are limited to 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(limit on the text size in bytes, fraction held out for validation below it)."""
-STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
-CHILD_LOOK_SECONDS = 0.2
 ANOTHER_NAME = "use a different name with --output runs/NAME"
+SHARE_OF_TIME = 0.85
+"""Fraction of the time spent on training steps. The rest is for validation, samples, checkpoints and export."""
+START_SECONDS = 5.0
+LEAST_SHARE_OF_TIME = 0.4
+"""Minimum fraction of the time spent on training steps, for very short runs."""
+BYTES_PER_PARAMETER = 24
+"""Bytes per parameter for weights, gradients, optimizer state and a checkpoint copy."""
+MEMORY_SHARE = 0.5
+"""Fraction of memory for BYTES_PER_PARAMETER. The rest is for activations."""
+VALIDATION_SHARE = 0.05
+"""FLOPs of five validations as a fraction of the training FLOPs."""
+PROMPT_TOKENS = 12
+COMPILED_FROM_MINUTES = 5.0
+"""Minimum duration of GPU runs that are compiled. Compilation takes most of a minute."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,12 @@ class OwnText:
         """The command recorded in the recipe, without train.py's other arguments."""
         words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
         words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
-        return f"python train.py {shlex.join(words)}"
+        return typed(["train.py", *words])
+
+
+def typed(words: Sequence[str]) -> str:
+    """Formats a command. Escapes file names that aren't encoded in UTF-8."""
+    return f"python {shlex.join(map(shown, words))}"
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
@@ -111,11 +133,12 @@ def with_own_text(arguments: list[str]) -> list[str]:
 
 
 def read_own_text(arguments: Sequence[str]) -> OwnText:
-    """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError.
+    """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError or exits.
 
     Other arguments are passed on to train.py.
     """
-    parser = Options(add_help=False, allow_abbrev=False)
+    usage = "train.py --text 'mine/*.txt' --minutes 10 --output runs/mine"
+    parser = argparse.ArgumentParser("train.py", usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--exclude", nargs="+", default=[])
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -126,14 +149,6 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
     if not 0 < given.minutes < 1e6:
         raise InputError(f"--minutes {given.minutes:g}: must be a positive number of minutes")
-    # The recipe records the command, and recipes are encoded in UTF-8.
-    Problems(
-        f"--{option} {shown(word)}: the name isn't encoded in UTF-8; rename it, or pass its folder or a pattern, such "
-        "as '*.txt'"
-        for option, words in (("text", given.text), ("exclude", given.exclude))
-        for word in words
-        if os.fsencode(word).decode(errors="ignore") != word
-    ).stop_if_any()
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
@@ -141,15 +156,6 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
             f"--output {output}: the run name may contain only letters, digits, '_', '-' and '.', as in runs/mine"
         )
     return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
-
-
-class Options(argparse.ArgumentParser):
-    """A parser that raises InputError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(
-            f"{message.removeprefix('argument ')}; for example --text 'mine/*.txt' --minutes 10 --output runs/mine"
-        )
 
 
 def run_name_of(pattern: str) -> str:
@@ -160,11 +166,8 @@ def run_name_of(pattern: str) -> str:
     return re.sub(r"\W+", "_", last).strip("_") or "own_text"
 
 
-def find_text(asked: OwnText) -> "TextFiles":
+def find_text(asked: OwnText) -> TextFiles:
     """Finds the files. Raises InputError if there is no text or too little, or if a named file isn't text."""
-    from pretrain_tools.planning.text_files import find_text_files
-    from pretrain_tools.preparation.documents.sources import expected_bytes
-
     try:
         files = find_text_files(asked.patterns, asked.exclude)
     except InputError as error:
@@ -200,14 +203,14 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
     Accepts any prepared tokenizer and shards, because prepare_data.py rejects those from other commands.
     """
-    from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
-    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-
     place = asked.place
     # {path: files whose presence means that this command may have made it}
-    own = dict.fromkeys((place.recipe, place.model), ())
-    own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
+    own = {
+        place.model: (),
+        Path(place.tokenizer): (RECORD_FILE,),
+        place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER),
+        place.output: (),
+    }
     Problems(
         f"{path}: already exists, but wasn't made by this command; {ANOTHER_NAME}"
         for path, names in own.items()
@@ -215,30 +218,20 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     ).stop_if_any()
 
 
-def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
+def refuse_other_text(asked: OwnText, files: TextFiles) -> None:
     """Raises InputError if the text has changed since preparation."""
-    from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.documents.sources import Files
-    from pretrain_tools.preparation.plan import source_differences
-
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())
     if changes:
-        more = f"; {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
-            f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}. To "
+            f"{asked.place.shards}: the text has changed since preparation: {shortened('; '.join(changes))}. To "
             f"train on the new text, {ANOTHER_NAME}. To continue with the old text, use python train.py "
             f"--config {asked.place.recipe}"
         )
 
 
-def make_recipe(asked: OwnText, files: "TextFiles") -> None:
+def make_recipe(asked: OwnText, files: TextFiles) -> None:
     """Chooses the settings, prepares the data and writes the recipe. Prints each choice and its reason."""
-    from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.documents.sources import expected_bytes
-    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-
     text_bytes = sum(map(expected_bytes, files.sources))
     fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
     amount = f"{counted(len(files.sources), 'file')}, {bytes_text(text_bytes)}"
@@ -246,9 +239,6 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     if files.left_out:
         row("", files.left_out)
     row("machine", "measuring ...")
-    # These import torch.
-    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
-
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     place = asked.place
@@ -276,7 +266,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
         ["evaluate.py", "--model", str(place.output), "--interactive"],
     ]
     for command in commands:
-        print(f"  python {shlex.join(command)}")
+        print(f"  {typed(command)}")
     print(flush=True)
 
 
@@ -284,7 +274,7 @@ def row(name: str, value: str) -> None:
     print(f"{name:<11} {value}", flush=True)
 
 
-def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
+def preparation_commands(asked: OwnText, files: TextFiles, vocabulary: int, fraction: float) -> list[list[str]]:
     """Returns the commands that train the tokenizer and prepare the shards, without `python`."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
@@ -297,25 +287,151 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
 
 
 def run_to_its_end(command: list[str]) -> None:
-    """Runs one of the project's scripts. Exits if it fails or is interrupted.
-
-    SIGTERM is forwarded to the script. Ctrl-C reaches both processes.
-    """
-    received: list[int] = []
-    # Only record signals, because the script must save before this process exits.
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
-    print(f"\n$ python {shlex.join(command)}", flush=True)
-    with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
-        while process.poll() is None:
-            if signal.SIGTERM in received:
-                process.terminate()
-            # Wait briefly, because signals don't interrupt the wait.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(CHILD_LOOK_SECONDS)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    status = process.returncode or (STOPS[received[0]] if received else 0)
+    """Runs one of the project's scripts. Exits if it fails or is interrupted."""
+    print(f"\n$ {typed(command)}", flush=True)
+    with signals_passed_on() as received:
+        words = [sys.executable, str(ROOT / command[0]), *command[1:]]
+        status = subprocess.run(words, start_new_session=True).returncode
+    if received:
+        status = status_after(received[0])
     if status and status != EXIT_BAD_INPUT:
         print("stopped; run the same command again to continue", file=sys.stderr)
     if status:
-        leave(status if status > 0 else STOPS.get(-status, CRASHED))
+        leave(status if status > 0 else CRASHED)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine and the time limit."""
+
+    device_type: str
+    """'cpu' or 'cuda'."""
+    name: str
+    precision: str
+    peak_flops: float
+    memory_bytes: int
+    minutes: float
+
+    @classmethod
+    def measured(cls, minutes: float) -> "Machine":
+        """Measures this machine. On a CPU or an unlisted GPU, this takes half a second.
+
+        Raises InputError for an unusable GPU.
+        """
+        device = torch.device(device_type())
+        precision = resolve_precision("auto")
+        if device.type == "cpu":
+            use_all_cores()
+        peak, _ = peak_flops(device, precision)
+        is_gpu = device.type == "cuda"
+        return cls(
+            device_type=device.type,
+            name=torch.cuda.get_device_name(device) if is_gpu else counted(torch.get_num_threads(), "CPU thread"),
+            precision=precision,
+            # Unlisted GPUs are measured.
+            peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
+            memory_bytes=memory_bytes(device),
+            minutes=minutes,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Time available for training steps."""
+        whole = 60 * self.minutes
+        return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
+
+    @property
+    def most_parameters(self) -> float:
+        return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
+
+    def mfu(self, shape: Shape) -> float:
+        """Estimates the MFU for this model size."""
+        return mfu_of_size(shape.parameters, self.device_type, self.peak_flops)
+
+    def flops(self, shape: Shape) -> float:
+        """Returns the total training FLOPs that the time allows for this shape."""
+        return self.peak_flops * self.mfu(shape) * self.seconds
+
+    def in_words(self) -> str:
+        peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s in {self.precision}"
+        seconds = duration_text(self.seconds)
+        minutes = duration_text(60 * self.minutes)
+        return f"{self.name}, {peak}; trains for {seconds} of {minutes} (the rest is startup, validation and saving)"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A summary of prepared shards."""
+
+    vocabulary: int
+    training_tokens: int
+    validation_tokens: int
+    prompt: str
+    """Start of the validation split, or of the training split if there is none."""
+
+    @classmethod
+    def read(cls, shards: Path) -> "Prepared":
+        manifest = read_manifest(shards)
+        training, validation = (manifest.totals(split)[0] for split in ("train", "validation"))
+        reader = open_shards(shards, "validation" if validation else "train")
+        ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
+        reader.read(0, ids)
+        document = itertools.takewhile(lambda token: token != manifest.end_of_document_id, ids.tolist())
+        text = load_decoder(manifest.tokenizer_folder).decode(list(document))
+        # The last token may end inside a character, which then decodes to U+FFFD.
+        return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
+
+
+@dataclass(frozen=True)
+class SizedRecipe:
+    """A recipe for the chosen model size."""
+
+    output: Path
+    model: Path
+    shards: Path
+    machine: Machine
+    prepared: Prepared
+    sizing: Sizing
+
+    @property
+    def learning_rate(self) -> float:
+        """Muon's learning rate, rounded to two digits."""
+        return float(
+            f"{OPTIMIZERS['muon'].auto_learning_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}"
+        )
+
+    @property
+    def has_validation(self) -> bool:
+        """True if the held-out text fills a sequence."""
+        return self.prepared.validation_tokens > self.sizing.shape.sequence_length
+
+    def reasons(self) -> dict[str, str]:
+        """Returns {name: value and reason} for each choice."""
+        shape = self.sizing.shape
+        mfu = self.machine.mfu(shape)
+        rate = mfu * self.machine.peak_flops / shape.flops_per_token
+        lines = lines_of("own_text.j2", "reasons", self, mfu, rate, MOST_EPOCHS)
+        return dict(line.split(" | ", 1) for line in lines)
+
+    def text(self, header: str) -> str:
+        """Formats the recipe. `header` is its first line."""
+        machine = self.machine
+        sizing = self.sizing
+        length = sizing.shape.sequence_length
+        is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
+        # Five validations (forward passes only) take VALIDATION_SHARE of the training FLOPs.
+        validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
+        return render(
+            "own_text.yaml.j2",
+            header=header,
+            recipe=self,
+            machine=machine,
+            sizing=sizing,
+            sequences_per_micro_batch=max(
+                1, min(ENOUGH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
+            ),
+            warmup_steps=max(1, min(100, sizing.steps // 50)),
+            compile="regional" if is_compiled else "none",
+            quarter=sizing.steps // 4,  # the last validation, checkpoint and sample come at the end
+            validation_sequences=int(min(max(validation_sequences, 4), 128)),
+        )

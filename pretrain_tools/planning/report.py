@@ -166,17 +166,19 @@ def propose(
 def plan_json(plan: Plan) -> str:
     """Formats the plan as JSON, in bytes, seconds, hours and US dollars."""
     recommended = plan.recommended
+    work = plan.work
+    sizes = work.sizes
     values = {
-        "parameters": plan.work.sizes.total - plan.work.sizes.terms,
-        "term_parameters": plan.work.sizes.terms,
-        "active_parameters": plan.work.active,
-        "embedding_parameters": plan.work.sizes.embedding,
-        "non_embedding_parameters": plan.work.non_embedding,
-        "tokens": plan.work.tokens,
-        "steps": plan.work.steps,
-        "tokens_per_step": plan.work.tokens_per_step,
-        "flops_per_token": plan.work.flops_per_token,
-        "flops": plan.work.flops,
+        "parameters": sizes.total - sizes.terms,
+        "term_parameters": sizes.terms,
+        "active_parameters": work.active,
+        "embedding_parameters": sizes.embedding,
+        "non_embedding_parameters": work.non_embedding,
+        "tokens": work.tokens,
+        "steps": work.steps,
+        "tokens_per_step": work.tokens_per_step,
+        "flops_per_token": work.flops_per_token,
+        "flops": work.flops,
         "precision": plan.precision,
         "gpu": dataclasses.asdict(plan.hardware.gpu),
         "gpus": plan.hardware.gpus,

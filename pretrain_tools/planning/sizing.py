@@ -77,10 +77,6 @@ class Sizing:
     def epochs(self) -> float:
         return self.tokens / self.unique_tokens
 
-    @property
-    def flops(self) -> float:
-        return self.tokens * self.shape.flops_per_token
-
 
 def vocabulary_for(text_bytes: int, flops: float) -> int:
     """Chooses a vocabulary size: 1,024 for 1 MB of text and 8 times that for 100 MB, in powers of two.
@@ -142,20 +138,15 @@ def choose_sizing(
     tokens = {shape: min(in_time[shape], most) for shape in shapes}
     smallest = best_shape(tokens, unique_tokens)
     larger = [shape for shape in shapes if 1 <= shape.parameters / smallest.parameters <= MOST_TIMES_LARGER]
+    losses = {shape: expected_loss(shape.active, tokens[shape], unique_tokens) for shape in larger}
     # never empty, because `larger` includes `smallest`
-    useful = [shape for shape in larger if is_as_good(shape, smallest, tokens, unique_tokens)]
+    useful = [shape for shape in larger if losses[shape] <= (1 + MOST_LOST) * losses[smallest]]
     shape = next((shape for shape in useful if most >= TIME_USED * in_time[shape]), useful[-1])
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
     # Validation, checkpoints and samples run after each quarter.
     steps = 4 * max(1, round(tokens[shape] / batch / 4))
     most_steps = max(steps, round(min(most, SPEED_MAY_RISE * in_time[shape]) / batch))
     return Sizing(shape, unique_tokens, batch, steps, most_steps)
-
-
-def is_as_good(shape: Shape, other: Shape, tokens: Mapping[Shape, float], unique_tokens: float) -> bool:
-    """Returns True if a shape's expected loss is within MOST_LOST of another's."""
-    mine, others = (expected_loss(one.active, tokens[one], unique_tokens) for one in (shape, other))
-    return mine <= (1 + MOST_LOST) * others
 
 
 def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:

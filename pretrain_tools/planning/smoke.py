@@ -4,7 +4,6 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.parallel.strategy import Strategy, device_type
@@ -37,7 +36,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     steps = min(SMOKE_STEPS, run.total_steps)
     half = max(1, steps // 2)
     folder = config.output.with_name(f"{config.output.name}-smoke")
-    config = short(config, folder, half)
+    config = short_config(config, half).model_copy(update={"output": folder})
     if strategy.ranks.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     strategy.ranks.barrier()
@@ -77,19 +76,21 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 
-def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
-    """Returns a short version of the recipe, without trackers, evaluations and uploads."""
-    every_half = {"every_steps": half, "every_tokens": None}
+def short_config(config: RunConfig, every: int) -> RunConfig:
+    """Returns a recipe for a short test, without trackers, evaluations and uploads.
+
+    every: number of steps between checkpoints and validations.
+    """
+    intervals = {"every_steps": every, "every_tokens": None}
     sections = {
-        "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
-        "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
+        "checkpoint": {**intervals, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
+        "validation": {**intervals, "sequences": min(config.validation.sequences, 64)},
         "benchmarks": {"every_steps": None, "every_tokens": None},
         "logging": {"every_steps": 1},
         "hub": {"repository": None},
     }
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    own = {"output": folder, "branch_from": None, "interval_scale": 1.0, "trackers": []}
-    return config.model_copy(update={**update, **own})
+    return config.model_copy(update={**update, "branch_from": None, "interval_scale": 1.0, "trackers": []})
 
 
 def loss_verdict(trained: list[dict], most: float) -> str | None:

@@ -107,11 +107,8 @@ class Step:
 
 
 def flows(step: Step) -> list[Flow]:
-    """Lists a GPU's communication in a step."""
-    layout = step.work.layout
-    if layout.ranks == 1:
-        return []
-    found = mesh_flows(step) if layout.is_mesh else copies_flows(step)
+    """Lists a GPU's communication in a step. Groups of a single process send nothing."""
+    found = mesh_flows(step) if step.work.layout.is_mesh else copies_flows(step)
     return [flow for flow in [*found, update_flow(step)] if flow.sent]
 
 
@@ -135,47 +132,41 @@ def mesh_flows(step: Step) -> list[Flow]:
     sizes = work.sizes
     calls = step.micro_steps
     microbatches = pipeline_microbatches(step.config, layout)
-    layers = sizes.in_layers / layout.pp
-    experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
-    padding = work.padding
-    root = root_of_stage(sizes, layout)
     # Elements of the hidden states in a micro-step. `work.tokens` counts a single pipeline microbatch.
     hidden = work.tokens * microbatches * sizes.width
-    found = []
     # Layers are gathered in the forward and backward passes, except the last one, which stays gathered in between.
     # Pipelines gather only before the step's first microbatch.
     times = 2 - 1 / sizes.layers if layout.pp == 1 else 1
     gathers = calls if layout.pp == 1 else 1
-    hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
-    dense = layers - experts if layout.ep > 1 else layers + (padding - 1) * sizes.experts / layout.pp
-    sharded = [("fsdp", dense, root), ("efsdp", padding * experts, 0.0)]
-    in_fp8 = {"fsdp": sizes.in_fp8 / layout.pp if step.config.precision == "fp8" else 0.0, "efsdp": 0.0}
-    if parts := [
-        step.flow(
-            "fsdp",
-            group,
-            gathers=(work.compute * (times * inside + beside) - times * in_fp8[group]) * gathers
-            + FP32 * (inside + beside) * step.reductions,
-        )
-        for group, inside, beside in sharded
-        if inside and layout.groups[group][0] > 1
-    ]:
-        found.append(Flow("fsdp", sum(part.sent for part in parts), sum(part.seconds for part in parts), hides))
-    if layout.replicas > 1:
-        own = sum((inside + beside) / layout.groups[group][0] for group, inside, beside in sharded)
-        hides = 2 / 3 / calls if layout.pp == 1 else 0.0
-        found.append(step.flow("dp_replicate", "dp_replicate", sums=FP32 * own, hides=hides))
-    if layout.tp > 1:
-        found.append(tp_flow(step, hidden))
-    if layout.cp > 1:
-        exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
-        found.append(step.flow("cp", "cp", exchanges=exchanged * step.passes))
+    root = root_of_stage(sizes, layout)
+    dense = sizes.in_layers / layout.pp
+    experts = 0.0  # sharded separately from the dense layers
     if layout.ep > 1:
-        rows = 2 * work.compute * hidden / layout.tp * sizes.choices * sizes.routers / layout.pp
-        found.append(step.flow("ep", "ep", exchanges=rows * step.passes))
-    if layout.pp > 1:
-        found.append(pp_flow(step, hidden))
-    return found
+        dense -= sizes.experts / layout.pp
+        experts = work.padding * sizes.experts / layout.pp
+    else:
+        dense += (work.padding - 1) * sizes.experts / layout.pp
+    in_fp8 = sizes.in_fp8 / layout.pp if step.config.precision == "fp8" else 0.0
+    gathered = (work.compute * (times * dense + root) - times * in_fp8) * gathers
+    of_dense = step.flow("fsdp", "fsdp", gathers=gathered + FP32 * (dense + root) * step.reductions)
+    gathered = work.compute * times * experts * gathers
+    of_experts = step.flow("fsdp", "efsdp", gathers=gathered + FP32 * experts * step.reductions)
+    own = (dense + root) / layout.sizes.fsdp + experts / layout.sizes.efsdp
+    exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
+    rows = 2 * work.compute * hidden / layout.tp * sizes.choices * sizes.routers / layout.pp
+    return [
+        Flow(
+            "fsdp",
+            of_dense.sent + of_experts.sent,
+            of_dense.seconds + of_experts.seconds,
+            hides_behind=0.9 if layout.pp == 1 else 0.3 / microbatches,
+        ),
+        step.flow("dp_replicate", "dp_replicate", sums=FP32 * own, hides=2 / 3 / calls if layout.pp == 1 else 0.0),
+        *([tp_flow(step, hidden)] if layout.tp > 1 else []),
+        step.flow("cp", "cp", exchanges=exchanged * step.passes),
+        step.flow("ep", "ep", exchanges=rows * step.passes),
+        *([pp_flow(step, hidden)] if layout.pp > 1 else []),
+    ]
 
 
 def root_of_stage(sizes: Sizes, layout: Layout) -> float:
@@ -215,7 +206,7 @@ def update_flow(step: Step) -> Flow:
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
     # ZeRO-1 and 2 only exchange matrices that are split between their flat partitions.
-    if size == 1 or layout.zero.get("stage") in (1, 2):
+    if layout.zero.get("stage") in (1, 2):
         return Flow("update", 0.0, 0.0)
     shapes = work.whole.shapes
     if layout.ep > 1:  # each process updates only its own experts
@@ -239,8 +230,6 @@ def uneven(layout: Layout, layers: int) -> float:
 
 def idle(config: RunConfig, layout: Layout) -> float:
     """Returns a pipeline's bubble as a fraction of its computing time (Narayanan et al., arXiv 2104.04473)."""
-    if layout.pp == 1:
-        return 0.0
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
     if schedule.splits_backward:
         return 0.0

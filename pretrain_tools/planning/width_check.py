@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.small_copy import VOCABULARY, small_copies
 from pretrain.model.width_roles import at_width, hidden_width, initial_scales
-from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes
+from pretrain.optim.optimizers import optimizer_builder
 
 RATIO = 4
 """Ratio of the two widths."""
@@ -47,9 +47,11 @@ def growth(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> Chan
     learning_rate: peak learning rate for the smaller width.
     """
     narrow = narrow_copy(config)
+    if optim.parametrization == "mup":
+        optim = optim.model_copy(update={"mup_base_width": hidden_width(narrow)})
     found = []
     for wide in (narrow, at_width(narrow, RATIO)):
-        changes = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
+        changes = [changes_of(optim, wide, learning_rate, seed) for seed in SEEDS]
         found.append({name: max(fmean(each[name] for each in changes), 1e-12) for name in changes[0]})
     less, more = found
     return {name: math.log(more[name] / less[name]) / math.log(RATIO) for name in less}
@@ -67,20 +69,16 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     raise InputError("optim.parametrization: could not build small copies of this architecture at different widths")
 
 
-def changes_of(
-    optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int
-) -> Changes:
+def changes_of(optim: Optim, config: PreTrainedConfig, learning_rate: float, seed: int) -> Changes:
     """Measures the change in the logits and each layer's hidden states."""
-    settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
-    if settings.mup_base_width:
-        scales = initial_scales(config, settings.mup_base_width)
+    if optim.mup_base_width:
+        scales = initial_scales(config, optim.mup_base_width)
         # build_model uses the standard initialization.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
-    named = list(model.named_parameters())
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings, learning_rate))
-    optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
+    build = optimizer_builder(optim, model, learning_rate, seed=seed, device_type="cpu")
+    optimizer = build(list(model.named_parameters()))
     # In training, the schedule applies these scales.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)

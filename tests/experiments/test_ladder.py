@@ -10,8 +10,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
-from pretrain_tools.experiments.ladder import LadderRun, rungs_of
-from pretrain_tools.experiments.ladder_report import report_ladder
+from pretrain_tools.experiments.ladder import LadderRun, report_ladder, rungs_of
 from support.project import ROOT, run_script
 from support.tiny_models import LLAMA
 

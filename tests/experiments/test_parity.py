@@ -12,14 +12,13 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain import hardware
 from pretrain.config import Optim, RunConfig
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
 from pretrain.processes import is_alive
-from pretrain.recipe import pair_up, read_run_config
+from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.run_folder import read_json
 from pretrain.training.auto_settings import resolve_auto
 from pretrain_tools.experiments import parity
@@ -27,10 +26,10 @@ from pretrain_tools.experiments.parity import (
     Curve,
     StrategyOutcome,
     largest_distance,
+    parity_config,
     read_curve,
     refusals,
     report_parity,
-    run_overrides,
     strategy_names,
 )
 from support.project import ROOT, run_script
@@ -137,27 +136,30 @@ def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_
     assert "batch.tokens_per_step" in refused.stderr and "[2/2]" not in refused.stderr
 
 
+def short_recipe(recipe, changes, folder):
+    """Returns the recipe that parity writes, as train.py reads it."""
+    config = resolve_auto(read_run_config(recipe, changes), 2)
+    (folder / "parity.yaml").write_text(as_yaml(parity_config(config, 20, "fp32")))
+    return read_run_config(folder / "parity.yaml")
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_can_be_shortened(recipe):
-    overrides = run_overrides(resolve_auto(read_run_config(recipe), 2), [], 20, "fp32")
-    assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
-    assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
+def test_every_recipe_can_be_shortened(recipe, tmp_path):
+    short = short_recipe(recipe, [], tmp_path)
+    assert (short.budget.steps, short.precision, short.checkpoint.every_steps) == (20, "fp32", 20)
+    assert short.optim.warmup_steps <= 2
 
 
-def test_settings_can_be_changed_on_the_command_line():
+def test_settings_can_be_changed_on_the_command_line(tmp_path):
     """The budget in `changes` determines auto settings, but the runs are short."""
     for budget in ("tokens", "steps"):
         changes = [("optim.name", "adamw"), (f"budget.{budget}", "9000"), ("checkpoint.every_tokens", "9M")]
-        config = resolve_auto(read_run_config(ROOT / "recipes/demo.yaml", changes), 2)
-        overrides = run_overrides(config, changes, 20, "fp32")
-        short = read_run_config(ROOT / "recipes/demo.yaml", pair_up(overrides))
+        short = short_recipe(ROOT / "recipes/demo.yaml", changes, tmp_path)
         assert (short.optim.name, short.budget.steps, short.checkpoint.every_steps) == ("adamw", 20, 20)
 
 
-def test_nothing_is_uploaded(recipe):
-    changes = [("hub.repository", "me/tiny")]
-    overrides = run_overrides(resolve_auto(read_run_config(recipe, changes), 2), changes, 20, "fp32")
-    assert read_run_config(recipe, pair_up(overrides)).hub.repository is None
+def test_nothing_is_uploaded(recipe, tmp_path):
+    assert short_recipe(recipe, [("hub.repository", "me/tiny")], tmp_path).hub.repository is None
 
 
 def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):
@@ -178,7 +180,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
     monkeypatch.setattr(parity, "train_under", lambda name, *arguments: StrategyOutcome(curves[name]))
 
     def compare(name: str, in_bf16: bool) -> int:
-        monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: None if in_bf16 else "none")
+        monkeypatch.setattr(parity, "missing_bf16", lambda device_type: None if in_bf16 else "none")
         options = {"steps": 2, "strategies": "ddp", "processes": 2, "precision": "fp32"}
         folder = tmp_path / f"{name}_{in_bf16}"
         folder.mkdir()
@@ -246,7 +248,7 @@ def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monke
     GPU."""
     monkeypatch.setattr(parity.subprocess, "Popen", WarmPopen)
     gpus = iter([1])
-    monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: next(gpus, 0))
     everything = os.environ.get("STRATEGIES") == "all"
     processes, mesh = (4, "all") if everything else (2, "cp=2")
     options = {"steps": 3, "strategies": "fsdp2", "mesh": mesh, "processes": processes, "precision": "fp32"}

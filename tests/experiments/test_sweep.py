@@ -18,9 +18,8 @@ from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
-from pretrain_tools.experiments.sweep import pick_settings
+from pretrain_tools.experiments.sweep import PointResult, pick_settings, verdict_of_sweep
 from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
-from pretrain_tools.experiments.sweep_report import PointResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 
@@ -193,16 +192,16 @@ def test_another_sweep_does_not_overwrite_the_results_in_its_folder(recipe, tmp_
 def test_runs_are_exported_because_finished_runs_are_recognized_by_their_export(recipe, tmp_path):
     changes = [("checkpoint.save_final", "false")]
     asked = replace(request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "x"), changes=tuple(changes))
-    assert config_of_run(read_run_config(recipe, changes), asked, 1, tmp_path / "x/runs/a").checkpoint.save_final
+    assert config_of_run(read_run_config(recipe, changes), asked, 1, "a").checkpoint.save_final
 
 
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")
-    tracking = config_of_run(config, asked, 1, tmp_path / "rates/runs/a").tracking
+    tracking = config_of_run(config, asked, 1, "a").tracking
     assert (tracking.project, tracking.group, tracking.name) == ("p", "rates", None)
     config = read_run_config(recipe, [("tracking.group", "g")])
-    assert config_of_run(config, asked, 1, tmp_path / "x").tracking.group == "g"
+    assert config_of_run(config, asked, 1, "a").tracking.group == "g"
 
 
 def wait_for(condition, seconds=120):

@@ -12,7 +12,7 @@ from pretrain.parallel.launcher import LAUNCHES, launched_strategy
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.footprints import STATES
-from pretrain_tools.planning.hardware_options import find_gpu
+from pretrain_tools.planning.plan_options import find_gpu
 from pretrain_tools.planning.report import build_plan
 from pretrain_tools.planning.step_time import Hardware
 from support.launcher_environment import launcher_environment

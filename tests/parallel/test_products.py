@@ -11,9 +11,9 @@ import pytest
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.model_config import load_model_config
 from pretrain_tools.planning.footprints import footprint
-from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import PlannedRun
+from pretrain_tools.planning.plan_options import find_gpu
 from pretrain_tools.planning.traffic import Links, Step, flows
 from support.fake_cuda import outcomes_of
 from support.products_on_fake_cuda import LAUNCHES, OLMOE, OLMOE_LAUNCHES, OLMOE_SIZES, SHAPE

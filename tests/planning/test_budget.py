@@ -16,8 +16,8 @@ from pretrain_tools.planning.budget import (
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
 from pretrain_tools.planning.families import FAMILIES, Shape
-from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.plan_options import find_gpu
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces

@@ -17,11 +17,9 @@ from pretrain.model.build import active_parameters, build_meta_model, count_para
 from pretrain.model.model_config import load_model_config
 from pretrain.model.routers import router_losses
 from pretrain.units import count_text
-from pretrain_tools.experiments.ladder import Rung, make_ladder
-from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
-from pretrain_tools.planning.budget_report import recipe_of_budget
-from pretrain_tools.planning.budget_request import BudgetRequest
-from pretrain_tools.planning.hardware_options import find_gpu
+from pretrain_tools.experiments.ladder import Ladder, Rung, ladder_values, read_ladder
+from pretrain_tools.planning.budget import recipe_of_budget
+from pretrain_tools.planning.plan_options import BudgetRequest, find_gpu
 from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import RecipePlace
 from support.quick_traces import use_quick_traces
@@ -33,7 +31,7 @@ def asked(unique_tokens=math.inf, place=PLACE, **options) -> BudgetRequest:
     """Returns a request as plan.py reads it from its command line."""
     given = {
         "hours": None, "dollars": 100.0, "flops": None, "family": "llama", "tokens_per_parameter": None,
-        "mfu": 0.4, "write": str(place.recipe), **options,
+        "mfu": 0.4, "write": str(place.recipe), "ladder": None, **options,
     }  # fmt: skip
     return BudgetRequest(argparse.Namespace(**given), 32_001, unique_tokens, place)
 
@@ -47,8 +45,9 @@ def made(tmp_path, monkeypatch, capsys):
     use_quick_traces(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
-    def make(request: BudgetRequest, expect=None):
-        recipe_of_budget(request, MACHINES, "plan.py ...", expect)
+    def make(request: BudgetRequest):
+        predict = read_ladder(request.options.ladder).predict if request.options.ladder else None
+        recipe_of_budget(request, MACHINES, "plan.py ...", predict)
         text = PLACE.recipe.read_text() if request.options.write else ""
         return text, capsys.readouterr().out
 
@@ -110,13 +109,13 @@ def test_insufficient_data_is_reported(made):
 def ladder_of_law(path: Path, sizes) -> Path:
     """Writes a ladder.json, as runs.py ladder would, with losses from a scaling law."""
     rungs = [Rung(n, 20 * n, 1.7 + 400 / n**0.34 + 1200 / (20 * n) ** 0.34, None, (Path("x"),), 0) for n in sizes]
-    path.write_text(json.dumps(ladder_values(make_ladder(rungs, []))))
+    path.write_text(json.dumps(ladder_values(Ladder.fitted(rungs), None, [])))
     return path
 
 
 def test_a_ladder_predicts_the_loss(made, tmp_path):
-    expect = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
-    text, printed = made(asked(), expect)
+    ladder = ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8])
+    text, printed = made(asked(ladder=ladder))
     values = yaml.safe_load(text)
     parameters = count_parameters(load_model_config(values["model"]))
     tokens = values["budget"]["steps"] * values["batch"]["tokens_per_step"]

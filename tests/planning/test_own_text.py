@@ -20,6 +20,7 @@ from pretrain_tools.planning.own_text import (
     run_name_of,
     with_own_text,
 )
+from pretrain_tools.planning.text_files import TextFiles
 from pretrain_tools.planning.texts import MADE_BY
 from support.project import ROOT, events, losses, run_script, start_script
 
@@ -198,12 +199,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert "2 of 2 files aren't UTF-8 text: image.txt, latin.txt (it contains NUL bytes)" in told and "iconv" in told
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told and "input" not in told
-    assert "--minutes: invalid float value: 'ten'" in refused(tmp_path, "small.txt", "--minutes", "ten")
     assert "--minutes 0: must be a positive number" in refused(tmp_path, "small.txt", "--minutes", "0")
-    name = os.fsdecode(b"caf\xe9.txt")
-    (tmp_path / name).write_text("text " * 9000)
-    told = refused(tmp_path, name, "--exclude", name)
-    assert r"--text caf\xe9.txt: the name isn't encoded in UTF-8; rename it" in told and r"--exclude caf\xe9" in told
     assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
@@ -260,6 +256,20 @@ def test_several_processes_need_prepared_data(trained, monkeypatch):
 )  # fmt: skip
 def test_the_name_is_that_of_the_text(pattern, name):
     assert run_name_of(pattern) == name
+
+
+def test_an_unreadable_command_line_exits_with_an_example(capsys):
+    with pytest.raises(SystemExit) as exited:
+        read_own_text(["--text", "small.txt", "--minutes", "ten"])
+    told = capsys.readouterr().err
+    assert exited.value.code == 2 and "--minutes: invalid float value: 'ten'" in told and "--text 'mine/*.txt'" in told
+
+
+def test_a_name_that_is_not_utf8_is_escaped_in_the_recorded_command():
+    name = os.fsdecode(b"caf\xe9.txt")
+    asked = read_own_text(["--text", name])
+    assert asked.command == r"python train.py --text 'caf\xe9.txt' --minutes 10 --output runs/caf"
+    assert preparation_commands(asked, TextFiles([], [name], [], ""), 600, 0.1)[0][2] == name
 
 
 def test_other_command_lines_pass_unchanged():

@@ -10,7 +10,7 @@ import torch
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 from pretrain_tools.planning import smoke
-from pretrain_tools.planning.smoke import memory_problem
+from pretrain_tools.planning.smoke import memory_problem, short_config
 from pretrain_tools.runs.history import append_events
 from support.project import launch, run_script
 from support.run_folders import write_run
@@ -75,10 +75,10 @@ def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed
     assert out.count("\nok ") + out.startswith("ok ") == len(PARTS) - len(failed)
 
 
-def test_nothing_is_uploaded_and_nothing_ends_the_run_early(recipe, tmp_path):
+def test_nothing_is_uploaded_and_nothing_ends_the_run_early(recipe):
     changes = [("hub.repository", "me/tiny"), ("checkpoint.mirror", "s3://x/y"), ("checkpoint.stop_at_step", "6")]
     changes += [("branch_from", "runs/x@1000")]
-    config = smoke.short(read_run_config(recipe, changes), tmp_path / "run-smoke", 6)
+    config = short_config(read_run_config(recipe, changes), 6)
     assert (config.hub.repository, config.checkpoint.mirror) == (None, None)
     assert (config.branch_from, config.checkpoint.stop_at_step) == (None, None)
 

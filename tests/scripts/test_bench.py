@@ -24,7 +24,7 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config
-from pretrain_tools.planning.sized_recipe import Machine
+from pretrain_tools.planning.own_text import Machine
 from support import numbered_shards
 from support.project import ROOT, launch, run_script
 from support.warm_python import WarmPopen

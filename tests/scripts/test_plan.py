@@ -34,9 +34,9 @@ from pretrain_tools.planning.candidates import (
     work_of_run,
 )
 from pretrain_tools.planning.footprints import largest_footprint
-from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import Layout, layout, layouts, products
 from pretrain_tools.planning.memory import Memory, PlannedRun, sizes_of
+from pretrain_tools.planning.plan_options import find_gpu
 from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
 from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware, StepTime
 from pretrain_tools.planning.traffic import Links

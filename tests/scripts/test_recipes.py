@@ -196,7 +196,7 @@ def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
     """Returns the plan from `python plan.py COMMAND --gpu h100`, tracing only these strategies' memory."""
     monkeypatch.chdir(ROOT)
     trace_only(strategies, monkeypatch)
-    options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
+    options, rest = plan.parse_arguments("", [*shlex.split(command), "--gpu", "h100"])
     overrides = pair_up(rest)
     hardware = plan.hardware_of(options, plan.gpu_of(options))
     return report.build_plan(read_run_config(options.config, overrides), options.config, overrides, hardware)
