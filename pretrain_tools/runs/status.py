@@ -78,10 +78,9 @@ def _holds_lock(path: Path, holder: dict) -> bool:
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True  # PermissionError: another user's file, and the process is alive
-    except OSError:
-        return False
+    except OSError as error:
+        # PermissionError: another user's file, and the process is alive
+        return isinstance(error, BlockingIOError | PermissionError)
     return False
 
 
@@ -133,12 +132,12 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     """
     since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback", "stage")), default=0)
     steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))]
-    if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
+    if not total_steps or len(steps) < 2:
         return None
-    seconds = steps[-1]["time"] - steps[0]["time"]
-    if seconds < 0:  # the clock was set back
+    done, seconds = (steps[-1][name] - steps[0][name] for name in ("step", "time"))
+    if done <= 0 or seconds < 0:  # the clock was set back
         return None
-    return max(0, total_steps - step) * seconds / (steps[-1]["step"] - steps[0]["step"])
+    return max(0, total_steps - step) * seconds / done
 
 
 def mirror_text(run: Path) -> str | None:
@@ -172,29 +171,16 @@ def state_text(status: RunStatus) -> str:
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
-def print_list(folder: Path) -> None:
-    """Prints one line per run in a folder. Raises InputError if there are none."""
+def list_text(folder: Path) -> str:
+    """Formats a table with one line per run in a folder, without control characters.
+
+    Raises InputError if there are no runs.
+    """
     runs = find_runs(folder)
     if not runs:
         raise InputError(f"{folder}: contains no runs; start one with train.py, or use another folder")
-    print(list_text([read_status(run) for run in runs]))
-
-
-def print_status(folder: Path) -> None:
-    """Prints a run's status, or a list if the folder contains several runs.
-
-    Raises InputError if the folder neither is a run nor contains any.
-    """
-    if find_runs(folder) in ([], [folder]):
-        print(status_text(read_status(require_run(folder))))
-    else:
-        print_list(folder)
-
-
-def list_text(statuses: list[RunStatus]) -> str:
-    """Formats a table with one line per run, without control characters."""
     rows = [["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]]
-    for status in statuses:
+    for status in map(read_status, runs):
         cells = (
             str(status.folder),
             state_text(status),
@@ -222,8 +208,14 @@ def text_of(value: object, form: Callable[[Any], str]) -> str:
     return form(value) if is_number(value) else "-"
 
 
-def status_text(status: RunStatus) -> str:
-    """Formats a run's status on one screen."""
+def status_text(folder: Path) -> str:
+    """Formats a run's status on one screen, or a list if the folder contains several runs.
+
+    Raises InputError if the folder neither is a run nor contains any.
+    """
+    if find_runs(folder) not in ([], [folder]):
+        return list_text(folder)
+    status = read_status(require_run(folder))
     state = state_text(status) + (f", {status.where}" if status.where else "")
     rows = {"run": str(status.folder), "state": f"{state}; last log line {ago(status.logged)}"}
     if status.progress is not None:
