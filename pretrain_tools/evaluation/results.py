@@ -161,6 +161,5 @@ def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     cells = {}
     for score in evaluation.scores():
         shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
-        error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
-        cells[score.task + shots, score.metric] = f"{score.value:.4f}{error}"
+        cells[score.task + shots, score.metric] = score.text
     return cells

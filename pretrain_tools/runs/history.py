@@ -7,6 +7,7 @@ step it went back to.
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,8 @@ NO_MEASURES = {
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that aren't scores."""
-FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""Prefixes of the most frequent lines. `event` is always the first key."""
-LAST_LINES = 500
-LOOK_BACK_BYTES = 1 << 22
+END_BYTES = 1 << 19
+"""Size of the part of a log that `read_end` reads, about 2,500 lines."""
 
 MEASURES = {
     "activation_rms": "RMS of activations",
@@ -64,6 +63,11 @@ class Score:
         detail = f" ({self.few_shots}-shot)" if self.few_shots else f" {self.split}" if self.split else ""
         return f"{self.task}{detail} · {self.metric}"
 
+    @property
+    def text(self) -> str:
+        """'0.2500 ± 0.0100'"""
+        return f"{self.value:.4f}" + ("" if self.standard_error is None else f" ± {self.standard_error:.4f}")
+
 
 @dataclass(frozen=True)
 class History:
@@ -97,9 +101,13 @@ class History:
         """Returns the last event with this name, or {}."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
+    def values(self, measure: str) -> list[float]:
+        """Returns a metric's values at the logged steps. Skips missing ones."""
+        return [event[measure] for event in self.of("train") if is_number(event.get(measure))]
+
     def median(self, measure: str) -> float | None:
         """Returns the median of a metric over the logged steps."""
-        values = [event[measure] for event in self.of("train") if is_number(event.get(measure))]
+        values = self.values(measure)
         return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
@@ -124,17 +132,13 @@ def scores_of(event: Event) -> list[Score]:
     about = {key: event.get(key) for key in ("few_shots", "split", "step")}
     about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
     measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
-    # lm-eval appends the answer filter after a comma.
-    return [
-        Score(metric=key.removesuffix(",none"), value=value, standard_error=measures.get(_stderr_of(key)), **about)
-        for key, value in measures.items()
-        if "_stderr" not in key
-    ]
-
-
-def _stderr_of(metric: str) -> str:
-    name, comma, answers = metric.partition(",")
-    return f"{name}_stderr{comma}{answers}"
+    scores = []
+    for key, value in measures.items():
+        if "_stderr" not in key:
+            # lm-eval appends the answer filter after a comma, as in 'acc,none' and 'acc_stderr,none'.
+            error = measures.get(re.sub("(?=,|$)", "_stderr", key, count=1))
+            scores.append(Score(metric=key.removesuffix(",none"), value=value, standard_error=error, **about))
+    return scores
 
 
 def is_number(value: object) -> bool:
@@ -278,16 +282,10 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path) -> list[Event]:
-    """Reads a run's last events, without superseded ones, in constant time.
-
-    Reads the last 500 lines, and infrequent events from the last 4 MB.
-    """
+    """Reads a run's last events, without superseded ones, in constant time."""
     with open(run / METRICS_FILE, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOOK_BACK_BYTES))
-        lines = file.read().split(b"\n")
-    # Comparing prefixes is faster than parsing 4 MB of JSON.
-    rare = [line for line in lines[:-LAST_LINES] if not line.startswith(FREQUENT)]
-    return current_events(parse_lines([*rare, *lines[-LAST_LINES:]]))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        return current_events(parse_lines(file))
 
 
 def end_of(events: Sequence[Event]) -> Event:
@@ -305,5 +303,5 @@ def last_start(run: Path) -> Event:
 
 def last_good_end(run: Path) -> Event:
     """Returns the last `end` event with exit code 0, written after the export, or {}."""
-    ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
-    return ends[-1] if ends else {}
+    newest_first = reversed(read_metrics(run))
+    return next((event for event in newest_first if event["event"] == "end" and event.get("code") == 0), {})
