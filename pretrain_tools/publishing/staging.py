@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,17 +132,6 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
         remove(target)
     unfinished.rename(target)
     return target
-
-
-def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
-    """Writes a run's model as a GGUF file. Returns a sentence about the comparison with transformers."""
-    from pretrain_tools.publishing.gguf_comparison import validation_text
-    from pretrain_tools.publishing.gguf_file import convert
-
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
-        copy_model(model, Path(temporary), dtype)
-        name = run.resolve().name
-        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=name)
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
