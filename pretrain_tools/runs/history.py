@@ -82,7 +82,7 @@ class History:
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
         """Builds a history from logged events. Adds `hours` to them in place."""
         count_hours(logged)
-        joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
+        joules = [event["joules"] for event in measured(logged, "joules")]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
 
     @property
@@ -103,7 +103,7 @@ class History:
 
     def values(self, measure: str) -> list[float]:
         """Returns a metric's values at the logged steps. Skips missing ones."""
-        return [event[measure] for event in self.of("train") if is_number(event.get(measure))]
+        return [event[measure] for event in measured(self.of("train"), measure)]
 
     def median(self, measure: str) -> float | None:
         """Returns the median of a metric over the logged steps."""
@@ -144,6 +144,11 @@ def scores_of(event: Event) -> list[Score]:
 def is_number(value: object) -> bool:
     # bool is a subclass of int.
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def measured(events: Iterable[Event], measure: str) -> list[Event]:
+    """Returns the events in which a value is a number."""
+    return [event for event in events if is_number(event.get(measure))]
 
 
 def require_run(folder: Path) -> Path:
@@ -241,13 +246,12 @@ def count_flops(history: History) -> float | None:
     stages = history.of("stage")
     tokens = 0
     flops = 0.0
-    for event in history.of("train"):
-        if is_number(event.get("tokens")):
-            # Stages may change the sequence length, and with it the FLOPs per token.
-            rates = [stage["flops_per_token"] for stage in stages if stage["step"] < event["step"]]
-            flops += (event["tokens"] - tokens) * (rates[-1] if rates else per_token)
-            tokens = event["tokens"]
-            event["flops"] = flops
+    for event in measured(history.of("train"), "tokens"):
+        # Stages may change the sequence length, and with it the FLOPs per token.
+        rates = [per_token, *(stage["flops_per_token"] for stage in stages if stage["step"] < event["step"])]
+        flops += (event["tokens"] - tokens) * rates[-1]
+        tokens = event["tokens"]
+        event["flops"] = flops
     return flops
 
 
