@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean
@@ -187,16 +188,9 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
     """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside other runs."""
-    found = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        path = Path(place)
-        is_run = METRICS_FILE in files
-        if is_run:
-            found.append(path)
-        if is_run or len(path.relative_to(folder).parts) == depth:
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
+    patterns = ["*/" * level + METRICS_FILE for level in range(depth + 1)]
+    found = {(folder / log).parent for pattern in patterns for log in glob(pattern, root_dir=folder)}
+    return sorted(run for run in found if found.isdisjoint(run.parents))
 
 
 def read_history(run: Path) -> History:
