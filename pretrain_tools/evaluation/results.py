@@ -65,16 +65,16 @@ class ModelResults:
         """Returns one event per source and task for metrics.jsonl."""
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
-        now = {"time": round(time.time(), 3)}
+        about["time"] = round(time.time(), 3)
         settings = self.source_settings or {}
         part = {"split": settings.get("split"), "limit": settings.get("sequences")}
         lines = []
         for source, measures in self.sources.items():
             measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
-            lines.append({**about, "source": source, **part, **measured, **now})
+            lines.append({**about, "source": source, **part, **measured})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
-            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit, **now})
+            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit})
         return lines
 
     def scores(self) -> list[Score]:

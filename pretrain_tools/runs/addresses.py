@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import InputError, did_you_mean, is_first_on_machine
+from pretrain.errors import InputError, did_you_mean, is_first_on_machine, one_line
 from pretrain.files import SEAL_FILE
 from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
 from pretrain_tools.runs.history import last_good_end, refuse_url
@@ -159,8 +159,7 @@ def download(flag: str, text: str, files: list[str] | None = None) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are subclasses of these
-        reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"{flag} {text}: not a local folder, and the Hub download failed ({type(error).__name__}: "
-            f"{reason}); use a local folder, or a Hub ID that this machine can access"
+            f"{flag} {text}: not a local folder, and the Hub download failed ({one_line(error)}); use a local folder, "
+            "or a Hub ID that this machine can access"
         ) from error
