@@ -42,14 +42,14 @@ class Publication:
     """Allows running code from the checkpoint."""
 
     @property
-    def name(self) -> str | None:
-        """Repository name without the owner."""
-        return self.repository.rpartition("/")[2] if self.repository else None
+    def name(self) -> str:
+        """Repository name without the owner, or ''."""
+        return (self.repository or "").rpartition("/")[2]
 
     @property
-    def owner(self) -> str | None:
-        """User or organization that owns the repository."""
-        return self.repository.partition("/")[0] if self.repository else None
+    def owner(self) -> str:
+        """User or organization that owns the repository, or ''."""
+        return (self.repository or "").partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def read_facts(
         step=at,
         total_steps=planned[-1] if planned else None,
         sources=read_sources(config, read_json(run / DATA_FILE), starts),
-        scores=scores_at(whole.events, at),
+        scores=[score for event in whole.of("evaluation") if event.get("step") == at for score in scores_of(event)],
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
@@ -277,12 +277,3 @@ def sources_of_mixture(data: dict[str, Any], records: dict[str, Any], steps: str
             )
         start = end
     return sources
-
-
-def scores_at(events: list[Event], step: int) -> list[Score]:
-    """Returns the scores of the model at this step. Newer scores replace older ones."""
-    scores = {}
-    for event in events:
-        if event["event"] == "evaluation" and event.get("step") == step:
-            scores |= {(score.task, score.split, score.metric, score.few_shots): score for score in scores_of(event)}
-    return list(scores.values())

@@ -17,9 +17,10 @@ from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_pro
 from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
-from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
+from pretrain_tools.publishing.provenance import provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
+from pretrain_tools.runs.addresses import download
 from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
@@ -87,7 +88,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
     if not arguments.dry_run:
         problems += login_problems()
     if arguments.sign is not None:
-        problems.attempt(load_key, "--sign", arguments.sign)
+        arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
     models = find_models(arguments, problems)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
@@ -220,7 +221,8 @@ def verify(place: str, public_key: Path | None) -> int:
     None.
     """
     verifier = load_key("--public_key", public_key) if public_key is not None else None
-    folder = published_folder(place)
+    folder = Path(place).expanduser()
+    folder = folder if folder.is_dir() else download("--verify", place)
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)
     if verifier is not None and is_signed:

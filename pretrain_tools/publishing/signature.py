@@ -40,11 +40,6 @@ def load_key(flag: str, key: Path) -> Any:
     return config.set_hashing_config(hashes)
 
 
-def sign(folder: Path, key: Path) -> None:
-    """Writes model.sig, the signature of all files in a folder."""
-    load_key("--sign", key).sign(folder, folder / SIGNATURE_FILE)
-
-
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
     """Lists files that have changed since they were signed, or reports that the signature doesn't match."""
     path = folder / SIGNATURE_FILE

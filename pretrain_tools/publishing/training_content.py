@@ -6,7 +6,6 @@ Follows the template of the European Commission's AI Office (24 July 2025, expla
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from pretrain.units import count_text
@@ -24,11 +23,6 @@ LARGE_SHARE = 0.03
 """Fraction of all public datasets' tokens above which the template requires a dataset to be named."""
 MOST_LANGUAGES = 12
 MOST_DOMAINS = 30
-
-
-def write_training_content(facts: Facts, folder: Path) -> None:
-    """Writes the summary to a model folder."""
-    (folder / TRAINING_CONTENT_FILE).write_text(training_content(facts), encoding="utf-8")
 
 
 def training_content(facts: Facts) -> str:
