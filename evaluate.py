@@ -100,7 +100,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.num_fewshot is not None and "core" in arguments.tasks:
         problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
-        problems += interactive_problems(arguments)
+        if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
+            problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            problems.append("--interactive: must run in a single process; start it with python evaluate.py")
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
         problems.append(
             "nothing to do: use --data FOLDER (loss), --tasks NAMES (benchmarks, such as base), --prompt TEXT or "
@@ -109,16 +112,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if problems:
         raise InputError(*problems)
     return arguments
-
-
-def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """Lists options that conflict with --interactive."""
-    problems = []
-    if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
-        problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        problems.append("--interactive: must run in a single process; start it with python evaluate.py")
-    return problems
 
 
 def option_problems(arguments: argparse.Namespace) -> list[str]:

@@ -71,10 +71,10 @@ def evaluate_package_importable() -> Iterator[None]:
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences all ranks except the main one."""
     # The harness sees every rank as rank 0 (see SharedModel.answer_alone) and would print on all of them.
-    with contextlib.ExitStack() as silenced:
-        if not is_main:
-            silenced.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            silenced.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    if is_main:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
