@@ -75,7 +75,9 @@ def environment() -> jinja2.Environment:
         marked_name=marked_name,
         number=number,
         public_name=public_name,
+        score_name=score_name,
     )
+    templates.tests["hub_id"] = is_hub_id
     return templates
 
 

@@ -76,6 +76,11 @@ class DataSource:
     preparation: dict[str, Any]
     """See pretrain.data.data_record."""
 
+    @property
+    def reference(self) -> str:
+        """ID in the bill of materials, from the name and the hash of the manifest."""
+        return f"data:{self.name}" + (f":{self.manifest_sha256[:12]}" if self.manifest_sha256 else "")
+
 
 @dataclass(frozen=True)
 class Facts:
