@@ -10,7 +10,6 @@ from typing import Any
 from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
-from pretrain.units import count_text
 from pretrain_tools.runs.history import History, Score, count_flops, scores_of
 
 SHAPES = {
@@ -174,18 +173,6 @@ class Facts:
         Repeated steps are counted once. The training of a pretrained initial model isn't included.
         """
         return None if self.tokens is None else count_flops(self.history)
-
-    @property
-    def budget_text(self) -> str:
-        """Describes the budget, such as '1.5M tokens in 733 steps, 0.5 per parameter'."""
-        if self.tokens is None:
-            return f"{self.step:,} steps"
-        text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
-        if self.active_parameters:
-            text += f", {self.tokens / self.active_parameters:.3g} per active parameter"
-        elif self.parameters:
-            text += f", {self.tokens / self.parameters:.3g} per parameter"
-        return f"{text} of {self.total_steps:,} planned" if self.is_partial else text
 
 
 def read_facts(
