@@ -59,15 +59,11 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     add_readers(commands)
-    add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, "pretrain_tools.runs.commands:steer", text, run=RUN)
         command.set_defaults(command=name)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default: 60)")
-    add_parity(commands)
-    add_sweep(commands)
-    add_mixture(commands)
-    add_ladder(commands)
+    add_experiments(commands)
     return root
 
 
@@ -109,8 +105,6 @@ def add_readers(commands: Commands) -> None:
     command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
     command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
 
-
-def add_merge(commands: Commands) -> None:
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", "pretrain_tools.runs.merge:merge_models", text, models=models)
@@ -124,7 +118,7 @@ def add_merge(commands: Commands) -> None:
     command.add_argument("--trust_remote_code", action="store_true", help=text)
 
 
-def add_parity(commands: Commands) -> None:
+def add_experiments(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe produces the same losses with every strategy"
     command = add_command(commands, "parity", "pretrain_tools.experiments.parity:compare_strategies", text, epilog)
@@ -147,8 +141,6 @@ def add_parity(commands: Commands) -> None:
         "--output", type=Path, default=Path("runs/parity"), help="output folder (default: runs/parity)"
     )
 
-
-def add_sweep(commands: Commands) -> None:
     text = "train a recipe with several settings and compare the results; run the same command again to resume"
     command = add_command(commands, "sweep", f"{__name__}:sweep", text, f"{ANY_SETTING} --budget.steps 500")
     text = "setting and values to try, in all combinations; with --search, a range: optim.learning_rate=1e-4..1e-2"
@@ -156,8 +148,6 @@ def add_sweep(commands: Commands) -> None:
     add_small_runs(command, "number of seeds per setting, starting from the recipe's seed (default: 1)")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings chosen by Optuna")
 
-
-def add_mixture(commands: Commands) -> None:
     text = "train a small recipe on many data mixtures and propose weights; run the same command again to resume"
     command = add_command(
         commands,
@@ -175,17 +165,6 @@ def add_mixture(commands: Commands) -> None:
     )
     add_small_runs(command, "number of seeds per mixture (default: 1)")
 
-
-def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
-    command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="base recipe")
-    command.add_argument("--seeds", type=natural, default=1, help=seeds)
-    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="output folder")
-    command.add_argument(
-        "--parallel", type=natural, metavar="N", help="number of parallel runs (default: one per GPU, or 1)"
-    )
-
-
-def add_ladder(commands: Commands) -> None:
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "fit a scaling law to runs and predict losses"
     command = add_command(
@@ -197,6 +176,15 @@ def add_ladder(commands: Commands) -> None:
         "output path without suffix (default: ladder in the given folder, or in the current one if you pass several)"
     )
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
+
+
+def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
+    command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="base recipe")
+    command.add_argument("--seeds", type=natural, default=1, help=seeds)
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="output folder")
+    command.add_argument(
+        "--parallel", type=natural, metavar="N", help="number of parallel runs (default: one per GPU, or 1)"
+    )
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
-from pretrain_tools.runs.history import History, Score, count_flops, scores_of
+from pretrain_tools.runs.history import History, Score, count_flops, planned_steps, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -190,8 +190,6 @@ def read_facts(
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
-    # A final decay (runs.py anneal, budget.minutes) changes the last step, which is recorded in a `control` event.
-    planned = [e["total_steps"] for e in whole.events if e["event"] in ("start", "control") and e.get("total_steps")]
     # A rollback is logged after the step it returns to, but affects the model from that step on.
     history = History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at])
     # A start at the model's own step doesn't affect it.
@@ -204,7 +202,7 @@ def read_facts(
         environment=read_json(run / "environment.json"),
         history=history,
         step=at,
-        total_steps=planned[-1] if planned else None,
+        total_steps=planned_steps(whole.events),
         sources=read_sources(config, read_json(run / DATA_FILE), starts),
         scores=[score for event in whole.of("evaluation") if event.get("step") == at for score in scores_of(event)],
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],

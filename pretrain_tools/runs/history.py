@@ -292,6 +292,13 @@ def end_of(events: Sequence[Event]) -> Event:
     return last if last.get("event") == "end" else {}
 
 
+def planned_steps(events: Iterable[Event]) -> int | None:
+    """Returns a run's last step, as planned by its newest start or changed by a later command, or None."""
+    # A final decay (runs.py anneal, budget.minutes) records the new last step in a `control` event.
+    planned = [e["total_steps"] for e in measured(events, "total_steps") if e["event"] in ("start", "control")]
+    return planned[-1] if planned else None
+
+
 def last_start(run: Path) -> Event:
     """Returns the last `start` event in the file, or {}."""
     with open(run / METRICS_FILE, "rb") as file:

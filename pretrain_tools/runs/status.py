@@ -15,7 +15,16 @@ from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import printable, sparkline
 from pretrain.units import count_text, counted, duration_text, table
-from pretrain_tools.runs.history import end_of, find_runs, is_number, last_start, measured, read_end, require_run
+from pretrain_tools.runs.history import (
+    end_of,
+    find_runs,
+    is_number,
+    last_start,
+    measured,
+    planned_steps,
+    read_end,
+    require_run,
+)
 
 STALE_HEARTBEAT_SECONDS = 60.0
 """Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
@@ -98,9 +107,7 @@ def read_status(run: Path) -> RunStatus:
         alive = not end and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), last.get("start", {}).get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
-    # `runs.py anneal` changes the last step, which is recorded in a `control` event.
-    planned = [e for e in measured(events, "total_steps") if e["event"] in ("start", "control")]
-    total_steps = (planned[-1] if planned else last_start(run)).get("total_steps")
+    total_steps = planned_steps(events) or last_start(run).get("total_steps")
     # On other machines, the lock may be missing, but the heartbeat also contains the process ID.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
