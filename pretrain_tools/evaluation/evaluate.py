@@ -87,23 +87,25 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
             # Save after each model, because the next one may take hours or crash.
-            append_to_run(evaluation)
-            track(evaluation)
+            if evaluation.address.run is not None and evaluation.address.weights == "raw":
+                append_to_run(evaluation)
+                track(evaluation)
             if arguments.output:
                 write_results(arguments.output, evaluations, vars(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.ranks.is_main and (arguments.data or arguments.tasks):
-        print_table(evaluations)
-    if strategy.ranks.is_main and arguments.output:
-        print(f"All results were written to {arguments.output}.")
+    if strategy.ranks.is_main:
+        if arguments.data or arguments.tasks:
+            print_table(evaluations)
+        if arguments.output:
+            print(f"All results were written to {arguments.output}.")
     return evaluations, strategy
 
 
 def track(evaluation: ModelResults) -> None:
     """Logs the scores to the trackers of the model's run, unless the run is active and does so itself."""
     run = evaluation.address.run
-    if run is None or is_training(run) or evaluation.address.weights != "raw":
+    if is_training(run):
         return
     try:
         config = run_config_of(evaluation.address)

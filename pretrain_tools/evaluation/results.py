@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
+from pretrain.runs.run_folder import output_problem
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
 from pretrain.units import count_text, table
@@ -99,10 +99,8 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Appends the scores to metrics.jsonl if the model belongs to a run. Skips scores of averaged weights."""
+    """Appends the scores to the run's metrics.jsonl."""
     run = evaluation.address.run
-    if run is None or evaluation.address.weights != "raw":
-        return
     try:
         append_events(run, map(finite, evaluation.lines()))
     except OSError as error:  # a full disk must not abort a long evaluation
@@ -115,8 +113,8 @@ def require_writable(path: Path) -> None:
         raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
     if not path.parent.is_dir():
         raise InputError(f"--output {path}: {path.parent} is not a folder; create it, or use another path")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--output {path}: {path.parent} is not writable; use another path")
+    if problem := output_problem(path.parent):
+        raise InputError(f"--{problem}")
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:

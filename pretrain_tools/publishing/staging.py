@@ -82,8 +82,8 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         else:
             remedy = f"use --checkpoint {max(checkpoints)}" if checkpoints else "finish training first"
             problems.append(f"--run {run}: contains no final/, so training hasn't finished; {remedy}")
-    damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
-    problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
+    for model in found:
+        problems += [f"{model.folder} is damaged: {problem}" for problem in checkpoint_damage(model.folder)]
     problems.stop_if_any()
     return found
 
