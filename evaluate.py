@@ -41,8 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--trust_remote_code", action="store_true", help="run Python code from the model folder (off by default)")
     add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with your own tasks and models")
-    tasks = parser.add_argument_group("lm-evaluation-harness tasks")
-    add = tasks.add_argument
+    add = parser.add_argument_group("lm-evaluation-harness tasks").add_argument
     add(
         "--tasks",
         nargs="+",
@@ -60,8 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="sequences per forward pass, or auto "
         "[--tasks: auto on a GPU, otherwise 1; --data: from the run, otherwise 8]",
     )
-    data = parser.add_argument_group("loss on prepared shards")
-    add = data.add_argument
+    add = parser.add_argument_group("loss on prepared shards").add_argument
     add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="shard folders or URLs, or a .bin file")
     add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) for a .bin file made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
@@ -72,8 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens per sequence [from the run; otherwise from the model, at most 2048]",
     )
     add("--document_mask", metavar="on|off", help="attend only within each document [from the run; otherwise on]")
-    sample = parser.add_argument_group("text samples")
-    add = sample.add_argument
+    add = parser.add_argument_group("text samples").add_argument
     add("--interactive", action="store_true", help="continue text that you type; also works during training")
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="maximum number of tokens to generate [100]")
@@ -100,7 +97,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.num_fewshot is not None and "core" in arguments.tasks:
         problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
-        problems += interactive_problems(arguments)
+        if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
+            problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            problems.append("--interactive: must run in a single process; start it with python evaluate.py")
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
         problems.append(
             "nothing to do: use --data FOLDER (loss), --tasks NAMES (benchmarks, such as base), --prompt TEXT or "
@@ -109,16 +109,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if problems:
         raise InputError(*problems)
     return arguments
-
-
-def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """Lists options that conflict with --interactive."""
-    problems = []
-    if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
-        problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        problems.append("--interactive: must run in a single process; start it with python evaluate.py")
-    return problems
 
 
 def option_problems(arguments: argparse.Namespace) -> list[str]:

@@ -77,13 +77,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # argparse has no public API to list its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown option{did_you_mean(word, flags)}" for word in unknown]
-    known = [text for text in arguments.checkpoint if text.isdecimal() or text == "best"]
-    problems += [
-        f"--checkpoint {text}: must be a step, such as 5000, or best"
-        for text in arguments.checkpoint
-        if text not in known
-    ]
-    arguments.checkpoint = [text if text == "best" else int(text) for text in known]
+    arguments.checkpoint = [int(text) if text.isdecimal() else text for text in arguments.checkpoint]
     given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
     for mode, allowed in ALLOWED_WITH.items():
         if mode in given:

@@ -15,18 +15,13 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # optimize 
 """
 
 import argparse
+import pkgutil
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
-from pretrain_tools.runs.commands import steer
-from pretrain_tools.runs.comparison import comparison_text, summary_text
-from pretrain_tools.runs.history import require_run
-from pretrain_tools.runs.status import print_list, print_status
 
 Commands = argparse._SubParsersAction
 """Return type of `add_subparsers`, which has no public name."""
@@ -34,71 +29,8 @@ ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
 ANY_SETTING = "Override any recipe setting, as in train.py, for example"
-
-
-def plot(runs: list[Path], output: Path | None) -> None:
-    # Imported here, so that `list` and `status` don't load heavy libraries.
-    from pretrain_tools.runs.plots import plot_runs
-
-    print(plot_runs(runs, output))
-
-
-def compare(runs: list[Path]) -> None:
-    print(comparison_text(runs))
-
-
-def summary(run: Path) -> None:
-    print(summary_text(run))
-
-
-def documents(run: Path, **options: int) -> None:
-    from pretrain_tools.runs.step_documents import documents_text
-
-    print(documents_text(require_run(run), **options))
-
-
-def merge(models: list[str], **options: Any) -> None:
-    from pretrain_tools.runs.merge import merge_models
-
-    folder, names = merge_models(models, **options)
-    print(f"The mean of {', '.join(names)} is in {folder}.")
-    print(f"Try: python evaluate.py --model {folder} --data FOLDER")
-
-
-def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
-    """Trains a recipe for a few steps with each strategy and compares the losses. Returns 1 if they differ."""
-    from pretrain.recipe import pair_up
-    from pretrain_tools.experiments.parity import compare_strategies
-
-    return compare_strategies(config, output, changes=pair_up(changes), **options)
-
-
-def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | None, **options: Any) -> int:
-    """Trains a recipe with several settings and compares the results."""
-    from pretrain.recipe import pair_up
-    from pretrain_tools.experiments.sweep import run_sweep
-    from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
-
-    problems = Problems()
-    axes = problems.attempt(read_axes, vary)
-    settings = problems.attempt(pair_up, changes)
-    problems.stop_if_any()
-    return run_sweep(SweepRequest(config, tuple(axes), tuple(settings), **options), parallel)
-
-
-def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
-    """Trains a recipe on many data mixtures and proposes weights."""
-    from pretrain.recipe import pair_up
-    from pretrain_tools.experiments.mixture import run_mixture
-
-    return run_mixture(config, pair_up(changes), count=runs, **options)
-
-
-def ladder(runs: list[Path], **options: Any) -> None:
-    """Fits a scaling law to runs and predicts losses."""
-    from pretrain_tools.experiments.ladder import report_ladder
-
-    report_ladder(runs, **options)
+TRAINING = ("parity", "sweep", "mixture")
+"""Commands that train. Their remaining arguments are recipe settings."""
 
 
 def positive(text: str, kind: type = float) -> float:
@@ -115,25 +47,22 @@ def natural(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the command line, with a subcommand for each function above."""
+    """Builds the command line. Each subcommand's function is named as MODULE:FUNCTION in pretrain_tools."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     add_readers(commands)
-    add_merge(commands)
     for name, text in COMMANDS.items():
-        command = add_command(commands, name, partial(steer, command=name), text, run=RUN)
+        command = add_command(commands, name, "pretrain_tools.runs.commands:steer", text, run=RUN)
+        command.set_defaults(command=name)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default: 60)")
-    add_parity(commands)
-    add_sweep(commands)
-    add_mixture(commands)
-    add_ladder(commands)
+    add_experiments(commands)
     return root
 
 
 def add_command(
     commands: Commands,
     name: str,
-    function: Callable,
+    function: str,
     help: str,
     epilog: str = "",
     **given: dict[str, Any],
@@ -150,24 +79,27 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    add_command(commands, "list", print_list, "list all runs in a folder (default: runs)", folder=ROOT_OF_RUNS)
-    default = {**ROOT_OF_RUNS, **RUN}
-    add_command(commands, "status", print_status, "show the state and progress of a run", folder=default)
-    command = add_command(commands, "plot", plot, "plot the curves of one or more runs", runs=SEVERAL_RUNS)
+    text = "list all runs in a folder (default: runs)"
+    add_command(commands, "list", "pretrain_tools.runs.status:list_text", text, folder=ROOT_OF_RUNS)
+    text = "show the state and progress of a run"
+    add_command(commands, "status", "pretrain_tools.runs.status:status_text", text, folder={**ROOT_OF_RUNS, **RUN})
+    text = "plot the curves of one or more runs"
+    command = add_command(commands, "plot", "pretrain_tools.runs.plots:plot_runs", text, folders=SEVERAL_RUNS)
     text = "output file (default: plot.png in the run folder, or in the folder that contains the runs)"
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
     text = "compare results and settings side by side"
-    add_command(commands, "compare", compare, text, runs=SEVERAL_RUNS)
-    add_command(commands, "summary", summary, "show a one-page summary of a run", run=RUN)
-    command = add_command(commands, "documents", documents, "show the documents used in a training step", run=RUN)
+    add_command(commands, "compare", "pretrain_tools.runs.comparison:comparison_text", text, folders=SEVERAL_RUNS)
+    add_command(
+        commands, "summary", "pretrain_tools.runs.comparison:summary_text", "show a one-page summary of a run", run=RUN
+    )
+    text = "show the documents used in a training step"
+    command = add_command(commands, "documents", "pretrain_tools.runs.step_documents:documents_text", text, run=RUN)
     command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
     command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
 
-
-def add_merge(commands: Commands) -> None:
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "average checkpoints or models into a model folder"
-    command = add_command(commands, "merge", merge, text, models=models)
+    command = add_command(commands, "merge", "pretrain_tools.runs.merge:merge_models", text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
     text = "raw, or average for the checkpoints' averaged weights; average also accepts a single model (default: raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
@@ -178,11 +110,11 @@ def add_merge(commands: Commands) -> None:
     command.add_argument("--trust_remote_code", action="store_true", help=text)
 
 
-def add_parity(commands: Commands) -> None:
+def add_experiments(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe produces the same losses with every strategy"
-    command = add_command(commands, "parity", parity, text, epilog)
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="recipe to train")
+    command = add_command(commands, "parity", "pretrain_tools.experiments.parity:compare_strategies", text, epilog)
+    command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
     text = "comma-separated names from accelerate_configs/ (default: all, or none with --mesh)"
     command.add_argument("--strategies", help=text)
@@ -201,38 +133,35 @@ def add_parity(commands: Commands) -> None:
         "--output", type=Path, default=Path("runs/parity"), help="output folder (default: runs/parity)"
     )
 
-
-def add_sweep(commands: Commands) -> None:
     text = "train a recipe with several settings and compare the results; run the same command again to resume"
-    command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
+    command = add_command(commands, "sweep", f"{__name__}:sweep", text, f"{ANY_SETTING} --budget.steps 500")
     text = "setting and values to try, in all combinations; with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "number of seeds per setting, starting from the recipe's seed (default: 1)")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings chosen by Optuna")
 
-
-def add_mixture(commands: Commands) -> None:
     text = "train a small recipe on many data mixtures and propose weights; run the same command again to resume"
-    command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
+    command = add_command(
+        commands,
+        "mixture",
+        "pretrain_tools.experiments.mixture:run_mixture",
+        text,
+        f"{ANY_SETTING} --budget.steps 500",
+    )
     command.add_argument(
-        "--runs", type=natural, default=16, help="number of mixtures, including the recipe's own (default: 16)"
+        "--runs",
+        dest="count",
+        type=natural,
+        default=16,
+        help="number of mixtures, including the recipe's own (default: 16)",
     )
     add_small_runs(command, "number of seeds per mixture (default: 1)")
 
-
-def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="base recipe")
-    command.add_argument("--seeds", type=natural, default=1, help=seeds)
-    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="output folder")
-    command.add_argument(
-        "--parallel", type=natural, metavar="N", help="number of parallel runs (default: one per GPU, or 1)"
-    )
-
-
-def add_ladder(commands: Commands) -> None:
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "fit a scaling law to runs and predict losses"
-    command = add_command(commands, "ladder", ladder, text, runs=several)
+    command = add_command(
+        commands, "ladder", "pretrain_tools.experiments.ladder:report_ladder", text, folders=several
+    )
     text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
     text = (
@@ -241,16 +170,51 @@ def add_ladder(commands: Commands) -> None:
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 
 
+def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
+    command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="base recipe")
+    command.add_argument("--seeds", type=natural, default=1, help=seeds)
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="output folder")
+    command.add_argument(
+        "--parallel", type=natural, metavar="N", help="number of parallel runs (default: one per GPU, or 1)"
+    )
+
+
+def training_options(vary: list[str] | None, rest: list[str]) -> dict[str, Any]:
+    """Parses recipe settings and a sweep's --vary. Raises InputError listing all problems."""
+    from pretrain.recipe import pair_up
+    from pretrain_tools.experiments.sweep_plan import read_axes
+
+    problems = Problems()
+    options = {"changes": problems.attempt(pair_up, rest)}
+    if vary is not None:
+        options["axes"] = problems.attempt(read_axes, vary)
+    problems.stop_if_any()
+    return {name: tuple(values) for name, values in options.items()}
+
+
+def sweep(parallel: int | None, **options: Any) -> int:
+    """Trains a recipe with several settings and compares the results."""
+    from pretrain_tools.experiments.sweep import run_sweep
+    from pretrain_tools.experiments.sweep_plan import SweepRequest
+
+    return run_sweep(SweepRequest(**options), parallel)
+
+
 def main() -> int:
-    # In commands that train, the remaining arguments are recipe settings.
-    arguments, changes = parser().parse_known_args(sys.argv[1:])
+    arguments, rest = parser().parse_known_args(sys.argv[1:])
     options = vars(arguments)
     function = options.pop("function")
-    if function in (parity, sweep, mixture):
-        options["changes"] = changes
-    elif changes:
-        parser().error(f"unrecognized arguments: {' '.join(changes)}")
-    return function(**options)
+    if options.pop("subcommand") in TRAINING:
+        options |= training_options(options.pop("vary", None), rest)
+    elif rest:
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    # Import it only now, so that `list` and `status` don't load heavy libraries.
+    result = pkgutil.resolve_name(function)(**options)
+    if isinstance(result, int):
+        return result
+    if result is not None:
+        print(result)
+    return 0
 
 
 if __name__ == "__main__":

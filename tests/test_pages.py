@@ -184,8 +184,8 @@ def read(words: list[str]) -> None:
             read_run_config(own.config, pair_up(rest))
     elif script == "runs.py":
         own, rest = runs.parser().parse_known_args(arguments)
-        if own.function in (runs.parity, runs.sweep, runs.mixture):
-            read_run_config(own.config, pair_up(rest))
+        if own.subcommand in runs.TRAINING:
+            read_run_config(own.recipe, pair_up(rest))
         else:
             problems = rest
     else:

@@ -7,7 +7,6 @@ nanochat's published scores.
 import itertools
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -163,17 +162,20 @@ def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
     """Formats one prompt per choice. For language modeling, returns the prompt without and with the answer."""
-    between = task.delimiter
+    shots = [f"{task.delimiter.join(choices_of(task, shot)[shot.get('gold', 0)])}\n\n" for shot in examples]
+    before = "".join(shots)
+    prompts = [before + task.delimiter.join(choice) for choice in choices_of(task, item)]
+    if task.kind == "language_modeling":
+        return [f"{before}{item['context'].strip()}{task.delimiter}".strip(), *prompts]
+    return prompts
 
-    def shots(parts: Callable[[Item], tuple[str, str]]) -> str:
-        return "".join(f"{between.join(parts(shot))}\n\n" for shot in examples)
 
-    if task.kind == "multiple_choice":
-        before = shots(lambda shot: (shot["query"], shot["choices"][shot["gold"]]))
-        return [f"{before}{item['query']}{between}{choice}" for choice in item["choices"]]
-    if task.kind == "schema":
-        before = shots(lambda shot: (shot["context_options"][shot["gold"]], shot["continuation"]))
-        return [f"{before}{option}{between}{item['continuation']}" for option in item["context_options"]]
-    before = shots(lambda shot: (shot["context"].strip(), shot["continuation"]))
-    question = f"{before}{item['context'].strip()}{between}"
-    return [question.strip(), f"{question}{item['continuation']}"]
+def choices_of(task: BundleTask, item: Item) -> list[tuple[str, str]]:
+    """Returns the (context, continuation) of each choice. In language modeling, the answer is the only choice."""
+    match task.kind:
+        case "multiple_choice":
+            return [(item["query"], choice) for choice in item["choices"]]
+        case "schema":
+            return [(context, item["continuation"]) for context in item["context_options"]]
+        case _:
+            return [(item["context"].strip(), item["continuation"])]

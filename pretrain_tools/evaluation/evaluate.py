@@ -5,18 +5,19 @@ import gc
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from pretrain.checkpoint.average_folder import average_folder, require_average
 from pretrain.data.shards import ShardReader
-from pretrain.errors import InputError, Problems, shortened
+from pretrain.errors import InputError, Problems, one_line, shortened
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import load_pretrained
@@ -26,7 +27,6 @@ from pretrain.registry import TASKS, digest_of
 from pretrain.training.background_jobs import numbers_of
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
-from pretrain_tools.evaluation.interactive import interact
 from pretrain_tools.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain_tools.evaluation.results import (
     ModelResults,
@@ -47,6 +47,12 @@ from pretrain_tools.evaluation.shard_loss import (
 from pretrain_tools.runs.addresses import ModelAddress, find_models
 from pretrain_tools.runs.history import read_end
 from pretrain_tools.runs.status import is_training
+
+HELP = """Type some text and press Enter; \\n is a new line. The model continues your text as if it were a document.
+  :more     continue the last text
+  :quit     or Ctrl-D. Ctrl-C stops generation. See also --temperature, --top_k, --top_p and --max_new_tokens"""
+MOST_TOKENS = 1_000_000
+"""Number of positions of a model without a limit."""
 
 
 @dataclass
@@ -82,23 +88,25 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
             # Save after each model, because the next one may take hours or crash.
-            append_to_run(evaluation)
-            track(evaluation)
+            if evaluation.address.run is not None and evaluation.address.weights == "raw":
+                append_to_run(evaluation)
+                track(evaluation)
             if arguments.output:
                 write_results(arguments.output, evaluations, vars(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.ranks.is_main and (arguments.data or arguments.tasks):
-        print_table(evaluations)
-    if strategy.ranks.is_main and arguments.output:
-        print(f"All results were written to {arguments.output}.")
+    if strategy.ranks.is_main:
+        if arguments.data or arguments.tasks:
+            print_table(evaluations)
+        if arguments.output:
+            print(f"All results were written to {arguments.output}.")
     return evaluations, strategy
 
 
 def track(evaluation: ModelResults) -> None:
     """Logs the scores to the trackers of the model's run, unless the run is active and does so itself."""
     run = evaluation.address.run
-    if run is None or is_training(run) or evaluation.address.weights != "raw":
+    if is_training(run):
         return
     try:
         config = run_config_of(evaluation.address)
@@ -119,8 +127,6 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     if arguments.output is not None:
         problems.attempt(require_writable, arguments.output)
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
-    if arguments.weights == "average":
-        addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
     jobs = [job for address in addresses if (job := problems.attempt(job_of, address, arguments))]
     for job in jobs:
         if arguments.data:
@@ -137,15 +143,12 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
 
 
 def job_of(address: ModelAddress, arguments: argparse.Namespace) -> Job:
-    """Creates a job without data. Raises InputError if config.json is unusable."""
+    """Creates a job without data. Raises InputError if config.json is unusable, or if averaged weights are missing."""
+    if arguments.weights == "average":
+        require_average(f"--weights average: {address.name}", address.folder)
+        address = replace(address, name=f"{address.name}, average", weights="average")
     config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
     return Job(address, config)
-
-
-def averaged_address(address: ModelAddress) -> ModelAddress:
-    """Returns the address of a checkpoint's averaged weights. Raises InputError if it has none."""
-    require_average(f"--weights average: {address.name}", address.folder)
-    return replace(address, name=f"{address.name}, average", weights="average")
 
 
 def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
@@ -170,10 +173,9 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"--model {job.address.name}: --tasks and --prompt need its tokenizer, which cannot be loaded ({reason}); "
-            "copy the tokenizer files to the model folder"
+            f"--model {job.address.name}: --tasks and --prompt need its tokenizer, which cannot be loaded "
+            f"({one_line(error)}); copy the tokenizer files to the model folder"
         ) from error
     if arguments.prompt is not None:
         job.prompt_ids_BT = encode_prompt(job.tokenizer, arguments.prompt)
@@ -259,13 +261,63 @@ def talk_to_model(arguments: argparse.Namespace) -> None:
     address, *others = [found for text in arguments.model for found in find_models(text)]
     if others:
         raise InputError(f"--interactive: must be used with a single model, not {' '.join(arguments.model)}")
-    if arguments.weights == "average":
-        address = averaged_address(address)
     job = job_of(address, arguments)
     add_tokenizer(job, arguments)
-    with weights_of(address) as folder:
+    with weights_of(job.address) as folder:
         model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     if emulation_of_bf16(device):
         model.float()
-    print(address.name)
+    print(job.address.name)
     interact(model.eval().to(device), job.tokenizer, sampling_of(arguments), arguments.prompt)
+
+
+def interact(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, first: str | None = None
+) -> None:
+    """Continues text until `:quit` or the end of the input. Increases the seed by 1 after each generation.
+
+    If the text is too long, only its end is used. first: optional prompt.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
+    most = positions - sampling.max_new_tokens
+    if most < 1:
+        raise InputError(
+            f"--max_new_tokens {sampling.max_new_tokens}: must be less than the model's {positions:,} positions"
+        )
+    print(HELP, flush=True)
+    text = ""
+    for line in lines(first):
+        if line == ":quit":
+            return
+        if line.startswith(":") and not (line == ":more" and text):
+            print(f"{line}: unknown, or there is no text yet\n{HELP}", file=sys.stderr)
+        elif line:
+            text = text if line == ":more" else line.replace("\\n", "\n")
+            ids_BT = encode_prompt(tokenizer, text)
+            streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+            try:
+                text = generate_text(model, tokenizer, ids_BT[:, -most:], sampling, streamer)
+            except KeyboardInterrupt:
+                print()
+            sampling = replace(sampling, seed=sampling.seed + 1)
+        if not sys.stdin.isatty():
+            print(flush=True)
+
+
+def lines(first: str | None) -> Iterator[str]:
+    """Yields `first`, then lines from standard input. In a terminal, line editing and history are available."""
+    if first is not None:
+        yield first
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # not available in every Python
+            import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> " if is_terminal else "")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            if is_terminal:
+                print()
+            return

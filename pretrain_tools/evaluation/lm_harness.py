@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError, Problems
+from pretrain.errors import InputError, Problems, one_line
 from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
 from pretrain_tools.evaluation.core import score_core
@@ -71,10 +71,10 @@ def evaluate_package_importable() -> Iterator[None]:
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences all ranks except the main one."""
     # The harness sees every rank as rank 0 (see SharedModel.answer_alone) and would print on all of them.
-    with contextlib.ExitStack() as silenced:
-        if not is_main:
-            silenced.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            silenced.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    if is_main:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
@@ -93,12 +93,11 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     if not of_harness:
         return TaskSelection(names, core)
     wanted = dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,)))
-    files = [name for name in wanted if is_file(name)]
-    manager = manager_of([name for name in wanted if name not in files], include_path)
+    manager = manager_of([name for name in wanted if not is_file(name)], include_path)
     specs = [
         spec
         for name in wanted
-        for spec in ([str(Path(name).absolute())] if name in files else manager.match_tasks([name]))
+        for spec in ([str(Path(name).absolute())] if is_file(name) else manager.match_tasks([name]))
     ]
     problems = Problems()
     with evaluate_package_importable():
@@ -120,10 +119,9 @@ def _load(manager: Any, spec: str) -> list[Any]:
     try:
         found = manager.load([spec])
     except Exception as error:  # task code, the datasets library and the network may raise anything
-        reason = str(error).strip().split("\n")[0][:300] or "no reason given"
         raise InputError(
-            f"--tasks {spec}: its data or definition cannot be loaded ({type(error).__name__}: {reason}); data paths "
-            "in a task file are relative to the current folder, and other data is loaded from the Hub"
+            f"--tasks {spec}: its data or definition cannot be loaded ({one_line(error)}); data paths in a task file "
+            "are relative to the current folder, and other data is loaded from the Hub"
         ) from error
     unsafe = [name for name, task in found["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
+from pretrain.runs.run_folder import output_problem
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
@@ -65,16 +65,16 @@ class ModelResults:
         """Returns one event per source and task for metrics.jsonl."""
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
-        now = {"time": round(time.time(), 3)}
+        about["time"] = round(time.time(), 3)
         settings = self.source_settings or {}
         part = {"split": settings.get("split"), "limit": settings.get("sequences")}
         lines = []
         for source, measures in self.sources.items():
             measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
-            lines.append({**about, "source": source, **part, **measured, **now})
+            lines.append({**about, "source": source, **part, **measured})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
-            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit, **now})
+            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit})
         return lines
 
     def scores(self) -> list[Score]:
@@ -99,10 +99,8 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Appends the scores to metrics.jsonl if the model belongs to a run. Skips scores of averaged weights."""
+    """Appends the scores to the run's metrics.jsonl."""
     run = evaluation.address.run
-    if run is None or evaluation.address.weights != "raw":
-        return
     try:
         append_events(run, map(finite, evaluation.lines()))
     except OSError as error:  # a full disk must not abort a long evaluation
@@ -115,8 +113,8 @@ def require_writable(path: Path) -> None:
         raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
     if not path.parent.is_dir():
         raise InputError(f"--output {path}: {path.parent} is not a folder; create it, or use another path")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--output {path}: {path.parent} is not writable; use another path")
+    if problem := output_problem(path.parent):
+        raise InputError(f"--{problem}")
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
@@ -161,6 +159,5 @@ def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     cells = {}
     for score in evaluation.scores():
         shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
-        error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
-        cells[score.task + shots, score.metric] = f"{score.value:.4f}{error}"
+        cells[score.task + shots, score.metric] = score.text
     return cells

@@ -15,6 +15,7 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.data.manifest import Manifest
 from pretrain.data.shards import ShardReader, open_shards
 from pretrain.errors import InputError, Problems
+from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
 from pretrain.model.build import use_attention
 from pretrain.model.loss import LanguageModelLoss, choose_loss
@@ -25,7 +26,6 @@ from pretrain.training.validation import measure, source_name
 from pretrain_tools.runs.addresses import ModelAddress
 
 LONGEST_DEFAULT_SEQUENCE = 2048
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _attention(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager", False
     try:
-        choose_attention(requested, device_type=device_type(), dtype=AUTOCAST_DTYPES.get(precision, torch.float32))
+        choose_attention(requested, device_type=device_type(), dtype=DTYPES[precision])
     except InputError:
         requested = "auto"
     try:
@@ -181,12 +181,12 @@ def measure_shards(
     # Use the run's kernels, so that the results match the run exactly.
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
-    dtype = AUTOCAST_DTYPES.get(settings.precision)
+    dtype = DTYPES[settings.precision]
     windows = [settings.window.count_in(reader.tokens) for reader in readers.values()]
     sequences = settings.sequences or max(windows)
     at_once = settings.sequences_per_micro_batch * strategy.ranks.count
     batches = sum(-(-min(sequences, count) // at_once) for count in windows)
-    autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
+    autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype != torch.float32)
     with autocast, tqdm(total=batches, desc="loss", unit="batch", disable=not strategy.ranks.is_main) as bar:
         return measure(
             model,

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.registry import TASKS, load_extensions
 
 BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
@@ -138,10 +138,9 @@ def _tasks_in(bundle: Path) -> dict[str, BundleTask]:
             for row in rows
         }
     except (OSError, ValueError, KeyError, TypeError, IndexError, yaml.YAMLError) as error:
-        reason = str(error).split("\n")[0]
         raise InputError(
-            f"--eval_bundle {bundle}: core.yaml or eval_meta_data.csv cannot be read ({type(error).__name__}: "
-            f"{reason}); use the folder of the unpacked DCLM bundle"
+            f"--eval_bundle {bundle}: core.yaml or eval_meta_data.csv cannot be read ({one_line(error)}); use the "
+            "folder of the unpacked DCLM bundle"
         ) from error
 
 

@@ -130,7 +130,7 @@ def compare_strategies(
     config = read_run_config(recipe, changes)
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
-        experts = sizes_of(planned_model_config(config.model, config.data)).experts
+        experts = sizes_of(planned_model_config(config)).experts
         names += products_asked_for(mesh, processes, has_experts=experts > 0)
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     known = strategy_names()

@@ -58,13 +58,19 @@ def medians(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class RankSteps:
     """One rank's recording."""
 
-    facts: dict[str, Any]
-    """Output of `Recording.summary`."""
+    rank: int
+    host: str
+    device: str
+    cores: int
     steps: list[StepRecord]
-
-    @property
-    def rank(self) -> int:
-        return self.facts["rank"]
+    sync_lines: list[dict[str, Any]]
+    """The most frequent lines that wait for the device, see `SyncLines.found`."""
+    compilations: list[dict[str, Any]]
+    """Compilations during the recording, see `compilations_since`."""
+    retries_per_step: float
+    """How often torch freed its cache and retried a failed allocation."""
+    problems: list[str]
+    """Errors of the profiler."""
 
     def typical(self, name: str) -> float:
         """Returns the median of a `StepRecord` attribute over the steps."""
@@ -148,7 +154,7 @@ def busy_machine(evidence: Evidence) -> Cause | None:
         return None
     text = (
         f"the machine is busy: {rank.typical('runnable'):.0f} runnable processes and threads for "
-        f"{counted(rank.facts['cores'], 'core')} on {rank.facts['host']}; {named([rank])} waited "
+        f"{counted(rank.cores, 'core')} on {rank.host}; {named([rank])} waited "
         f"{milliseconds(starved)} of a {milliseconds(evidence.seconds)} step "
         f"({starved / evidence.seconds:.0%}) for a core"
     )
@@ -166,7 +172,7 @@ def slow_data(evidence: Evidence) -> Cause | None:
     worst = max(late, key=lambda rank: rank.typical("data"))
     seconds = worst.typical("data")
     text = (
-        f"{named(late)} waited for data, up to {evidence.part(seconds)} on {worst.facts['host']}; all ranks wait for "
+        f"{named(late)} waited for data, up to {evidence.part(seconds)} on {worst.host}; all ranks wait for "
         "the slowest one"
     )
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
@@ -195,7 +201,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
         for other in sorted(others, key=evidence.waiting, reverse=True)[:3]
     )
     text = (
-        f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} longer "
+        f"rank {rank.rank} on {rank.host} ({rank.device}) takes {milliseconds(excess)} longer "
         f"per step than the other ranks' median ({milliseconds(own)} instead of {milliseconds(usual)}, "
         f"{excess / evidence.seconds:.0%} of the step), mostly in {phase_of_excess(rank, others)} ({how}); the "
         f"other ranks wait: {waits}"
@@ -245,14 +251,14 @@ def slow_communication(evidence: Evidence) -> Cause | None:
 
 
 def recompilations(evidence: Evidence) -> Cause | None:
-    compiling = [rank for rank in evidence.ranks if rank.facts["compilations"]]
-    found = [compiled for rank in compiling for compiled in rank.facts["compilations"]]
+    compiling = [rank for rank in evidence.ranks if rank.compilations]
+    found = [compiled for rank in compiling for compiled in rank.compilations]
     if not found:
         return None
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
     # All ranks wait for the slowest compilation.
-    seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
+    seconds = max(sum(compiled["seconds"] for compiled in rank.compilations) for rank in compiling) / steps
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
         f"{counted(len(found), 'compilation')} in {counted(steps, 'step')} after the warm-up, "
@@ -266,7 +272,7 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
     """Finds lines of code in the forward or backward pass that wait for the GPU in every micro-step."""
     lines: Counter[tuple[str, str]] = Counter()
     for rank in evidence.ranks:
-        for line in rank.facts["sync_lines"]:
+        for line in rank.sync_lines:
             key = (line["place"], line["phase"])
             lines[key] = max(lines[key], line["count"] / len(rank.steps))
     # It's normal to read a value less often than once per micro-step, for example to log the loss.
@@ -307,8 +313,8 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
 
 
 def full_memory(evidence: Evidence) -> Cause | None:
-    rank = max(evidence.ranks, key=lambda rank: rank.facts["retries_per_step"])
-    retries = rank.facts["retries_per_step"]
+    rank = max(evidence.ranks, key=lambda rank: rank.retries_per_step)
+    retries = rank.retries_per_step
     if not retries:
         return None
     text = (

@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pretrain.limits import available_cores
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
+from pretrain_tools.profiling.causes import RankSteps
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
 from pretrain_tools.profiling.trace_events import (
     BACKWARD,
@@ -46,7 +47,7 @@ class PhaseMarks:
         self.phase = BETWEEN_STEPS
         """The current phase."""
         self._open: record_function | None = None
-        self._marked: list[tuple[Any, str]] = []
+        self._undo = ExitStack()
         self._mark(read_ahead, "micro_batch", WAITING_FOR_DATA, FORWARD)
         self._mark(strategy, "backward", BACKWARD, BETWEEN_STEPS)
         self._mark(strategy, "update", UPDATE, BETWEEN_STEPS)
@@ -61,9 +62,9 @@ class PhaseMarks:
             self._enter(after)
             return result
 
-        # Set it on the instance, so that `remove` can restore the method by deleting the attribute.
+        # Set it on the instance, so that deleting the attribute restores the method.
         setattr(owner, verb, marked)
-        self._marked.append((owner, verb))
+        self._undo.callback(delattr, owner, verb)
 
     def _enter(self, phase: str) -> None:
         if self._open is not None:
@@ -85,8 +86,7 @@ class PhaseMarks:
         self._open = None
 
     def remove(self) -> None:
-        for owner, verb in self._marked:
-            delattr(owner, verb)
+        self._undo.close()
 
 
 class Recording:
@@ -105,15 +105,15 @@ class Recording:
         self.records: list[StepRecord] = []
         self._marks = PhaseMarks(strategy, read_ahead)
         self._lines = SyncLines(lambda: self._marks.phase, self.on_device)
-        self._beside: list[dict[str, Any]] = []
         self._began = time.time()
         self._retries = self._count_retries()
 
-    def begin_block(self, step: int) -> None:
-        """Starts the profiler for a block of steps. Call it on all ranks. step: number of the next step."""
+    def begin_block(self) -> None:
+        """Starts the profiler for a block of steps. Call it on all ranks."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profiler = profile(activities=activities)
+        self._machine: list[dict[str, float]] = []
         try:
             self._profiler.start()
         except RuntimeError as error:
@@ -121,19 +121,16 @@ class Recording:
         self._lines.begin()
         # Without a barrier, the first step would seem slow on ranks that arrive early.
         self.strategy.ranks.barrier()
-        self._begin_step(step)
 
-    def _begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """Begins a step. step: its number in the log."""
         self._marks.begin_step(step)
-        self._machine = read_machine()
+        self._starved = read_machine()["starved"]
 
-    def end_step(self, *, following: int | None) -> None:
-        """Ends a step. following: number of the next step if it is in the same block, else None."""
+    def end_step(self) -> None:
         self._marks.end_step()
         now = read_machine()
-        self._beside.append({**now, "starved": now["starved"] - self._machine["starved"]})
-        if following is not None:
-            self._begin_step(following)
+        self._machine.append({**now, "starved": now["starved"] - self._starved})
 
     def end_block(self, *, is_first: bool, is_last: bool) -> None:
         """Stops the profiler and reads its events."""
@@ -146,10 +143,11 @@ class Recording:
             self._problem(error)
         # Drop the first step, which includes the profiler's startup.
         if is_first:
-            self._beside.clear()
             self._lines.forget()
         else:
-            self.records += records
+            self.records += [
+                replace(record, **machine) for record, machine in zip(records, self._machine, strict=False)
+            ]
         if is_last:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -173,21 +171,19 @@ class Recording:
     def _problem(self, error: Exception) -> None:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
-    def summary(self) -> dict[str, Any]:
-        """Returns this rank's data as plain values, so that ranks can gather it."""
-        # If a block was unreadable, there are fewer records than steps.
-        steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
-        return {
-            "rank": self.strategy.ranks.rank,
-            "host": socket.gethostname(),
-            "device": torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU",
-            "cores": available_cores(),
-            "steps": steps,
-            "sync_lines": self._lines.found()[:20],
-            "compilations": compilations_since(self._began),
-            "retries_per_step": (self._count_retries() - self._retries) / max(1, len(self.records)),
-            "problems": self.problems,
-        }
+    def summary(self) -> RankSteps:
+        """Returns this rank's data, so that ranks can gather it."""
+        return RankSteps(
+            rank=self.strategy.ranks.rank,
+            host=socket.gethostname(),
+            device=torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU",
+            cores=available_cores(),
+            steps=self.records,
+            sync_lines=self._lines.found()[:20],
+            compilations=compilations_since(self._began),
+            retries_per_step=(self._count_retries() - self._retries) / max(1, len(self.records)),
+            problems=self.problems,
+        )
 
     def _count_retries(self) -> int:
         """Returns how often torch freed its cache and retried a failed allocation."""

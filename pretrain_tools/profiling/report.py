@@ -44,7 +44,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
         remedy = textwrap.fill(f"-> {cause.remedy}", WIDTH, initial_indent="   ", subsequent_indent="      ")
         parts.append(f"{said}\n{remedy}")
     parts += [ranks_text(evidence), kernels_text(evidence), phases_text(evidence)]
-    problems = [problem for rank in evidence.ranks for problem in rank.facts["problems"]]
+    problems = [problem for rank in evidence.ranks for problem in rank.problems]
     parts += [f"some profiles could not be written: {problem}" for problem in problems[:3]]
     return "\n\n".join(parts)
 
@@ -104,7 +104,7 @@ def write_profile(folder: Path, run: Path, evidence: Evidence, causes: Sequence[
         "seconds": evidence.seconds,
         "communication": evidence.communication,
         "kernels": {kind: seconds for kind, (seconds, _) in kernel_shares(evidence).items()},
-        "ranks": [rank.facts for rank in evidence.ranks],
+        "ranks": [asdict(rank) for rank in evidence.ranks],
         "text": text,
     }
     write_durably(folder / "report.json", json.dumps(contents))

@@ -80,18 +80,10 @@ class Spans:
             last = np.append(first[1:], True)
             pairs = np.stack([pairs[first, 0], ends[last]], axis=1)
         self.pairs = pairs[pairs[:, 1] > pairs[:, 0]]
-        self._sums = np.append(0, np.cumsum(self.pairs[:, 1] - self.pairs[:, 0]))
-
-    def _before(self, time: int) -> int:
-        number = int(np.searchsorted(self.pairs[:, 0], time, "right"))
-        if number == 0:
-            return 0
-        begin, end = self.pairs[number - 1]
-        return int(self._sums[number - 1] + min(time, end) - begin)
 
     def seconds(self, start: int, end: int) -> float:
         """Returns the total length of the spans between two times, in seconds."""
-        return (self._before(end) - self._before(start)) / 1e9
+        return float(np.diff(np.clip(self.pairs, start, end)).sum()) / 1e9
 
 
 @dataclass

@@ -38,7 +38,6 @@ def model_card(facts: Facts, *, has_picture: bool) -> str:
         facts=facts,
         metadata=metadata(facts),
         shapes=SHAPES,
-        hardware=hardware_text(facts),
         scores=sorted(facts.scores, key=marked_name),
         has_picture=has_picture,
         recipe=text if facts.config else "",
@@ -71,11 +70,14 @@ def environment() -> jinja2.Environment:
         bytes=bytes_text,
         cell=cell,
         count=count_text,
+        counted=counted,
         duration=duration_text,
         marked_name=marked_name,
         number=number,
         public_name=public_name,
+        score_name=score_name,
     )
+    templates.tests["hub_id"] = is_hub_id
     return templates
 
 
@@ -127,12 +129,6 @@ def eval_results(facts: Facts) -> list[Any]:
         for score in facts.scores
         if score.is_whole
     ]
-
-
-def hardware_text(facts: Facts) -> str | None:
-    """Describes the hardware, such as 'NVIDIA H100, 8 processes'."""
-    device = facts.environment.get("device")
-    return f"{device}, {counted(facts.strategy.get('ranks') or 1, 'process')}" if device else None
 
 
 def score_name(score: Score) -> str:

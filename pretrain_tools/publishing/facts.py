@@ -10,8 +10,7 @@ from typing import Any
 from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
-from pretrain.units import count_text
-from pretrain_tools.runs.history import History, Score, count_flops, scores_of
+from pretrain_tools.runs.history import History, Score, count_flops, planned_steps, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -42,14 +41,14 @@ class Publication:
     """Allows running code from the checkpoint."""
 
     @property
-    def name(self) -> str | None:
-        """Repository name without the owner."""
-        return self.repository.rpartition("/")[2] if self.repository else None
+    def name(self) -> str:
+        """Repository name without the owner, or ''."""
+        return (self.repository or "").rpartition("/")[2]
 
     @property
-    def owner(self) -> str | None:
-        """User or organization that owns the repository."""
-        return self.repository.partition("/")[0] if self.repository else None
+    def owner(self) -> str:
+        """User or organization that owns the repository, or ''."""
+        return (self.repository or "").partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,11 @@ class DataSource:
     """One entry per benchmark, see pretrain.data.data_record."""
     preparation: dict[str, Any]
     """See pretrain.data.data_record."""
+
+    @property
+    def reference(self) -> str:
+        """ID in the bill of materials, from the name and the hash of the manifest."""
+        return f"data:{self.name}" + (f":{self.manifest_sha256[:12]}" if self.manifest_sha256 else "")
 
 
 @dataclass(frozen=True)
@@ -170,18 +174,6 @@ class Facts:
         """
         return None if self.tokens is None else count_flops(self.history)
 
-    @property
-    def budget_text(self) -> str:
-        """Describes the budget, such as '1.5M tokens in 733 steps, 0.5 per parameter'."""
-        if self.tokens is None:
-            return f"{self.step:,} steps"
-        text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
-        if self.active_parameters:
-            text += f", {self.tokens / self.active_parameters:.3g} per active parameter"
-        elif self.parameters:
-            text += f", {self.tokens / self.parameters:.3g} per parameter"
-        return f"{text} of {self.total_steps:,} planned" if self.is_partial else text
-
 
 def read_facts(
     run: Path, step: int | None = None, model_folder: Path | None = None, offer: Publication | None = None
@@ -198,8 +190,6 @@ def read_facts(
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
-    # A final decay (runs.py anneal, budget.minutes) changes the last step, which is recorded in a `control` event.
-    planned = [e["total_steps"] for e in whole.events if e["event"] in ("start", "control") and e.get("total_steps")]
     # A rollback is logged after the step it returns to, but affects the model from that step on.
     history = History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at])
     # A start at the model's own step doesn't affect it.
@@ -212,9 +202,9 @@ def read_facts(
         environment=read_json(run / "environment.json"),
         history=history,
         step=at,
-        total_steps=planned[-1] if planned else None,
+        total_steps=planned_steps(whole.events),
         sources=read_sources(config, read_json(run / DATA_FILE), starts),
-        scores=scores_at(whole.events, at),
+        scores=[score for event in whole.of("evaluation") if event.get("step") == at for score in scores_of(event)],
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
@@ -277,12 +267,3 @@ def sources_of_mixture(data: dict[str, Any], records: dict[str, Any], steps: str
             )
         start = end
     return sources
-
-
-def scores_at(events: list[Event], step: int) -> list[Score]:
-    """Returns the scores of the model at this step. Newer scores replace older ones."""
-    scores = {}
-    for event in events:
-        if event["event"] == "evaluation" and event.get("step") == step:
-            scores |= {(score.task, score.split, score.metric, score.few_shots): score for score in scores_of(event)}
-    return list(scores.values())

@@ -2,7 +2,6 @@
 
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, setting
 from pretrain.units import bytes_text
+from pretrain_tools.publishing.gguf_file import write_gguf
 
 LARGEST_DIFFERENCE = 1e-3
 """Maximum logit difference that the order of fp32 summation can explain."""
@@ -43,8 +43,8 @@ def validation_text(run: Path) -> str:
     return ""
 
 
-def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> str:
-    """Compares a model with its GGUF file in fp32, written by `write`. Returns a sentence for the model card.
+def comparison_note(folder: Path, text: str) -> str:
+    """Compares a convertible model with its GGUF file in fp32. Returns a sentence with the result.
 
     Raises InputError if the results differ (see `compare`).
     """
@@ -65,7 +65,7 @@ def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> s
         )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
         file = Path(temporary) / "fp32.gguf"
-        write(file)
+        write_gguf(folder, file, "fp32")
         tokens, largest = compare(folder, file, text)
     return (
         f"llama.cpp (llama-cpp-python {llama_cpp.__version__}) and transformers were compared in fp32 on {tokens} "

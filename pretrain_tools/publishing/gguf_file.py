@@ -7,21 +7,19 @@ model families that it fully supports are converted.
 import json
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from pretrain.checkpoint.tensor_files import SavedTensors
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain_tools.preparation.tokenizer_training import SPLIT_PATTERN
 
-NEEDS_GGUF = "--gguf: requires the gguf package; run pip install gguf"
 FILE_TYPES = {"bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "fp32": "ALL_F32"}
 FAMILY_KEYS = {
     "llama": {
@@ -44,19 +42,6 @@ FAMILY_KEYS = {
     },
 }
 """{model_type: {config.json key that affects the logits: values supported by llama.cpp}}"""
-SIZES = {
-    "llama": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-              "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
-    "gpt2": ("n_embd", "n_inner", "n_layer", "n_head", "n_positions", "n_ctx", "layer_norm_epsilon"),
-}  # fmt: skip
-SIZES["qwen3"] = (*SIZES["llama"], "max_window_layers", "layer_types")
-NOT_COMPUTED = {
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
-    "eos_token_id", "initializer_range", "model_type", "pad_token_id", "reorder_and_upcast_attn", "resid_pdrop",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
-}  # fmt: skip
-"""Keys in config.json that don't affect the logits, or whose values follow from the tensors."""
 ROPE_KEYS = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},
@@ -79,7 +64,7 @@ def check_convertible(folder: Path) -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise InputError(NEEDS_GGUF) from None
+        raise InputError("--gguf: requires the gguf package; run pip install gguf") from None
     config = json.loads((folder / "config.json").read_bytes())
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
     problems = config_problems(config) + tokenizer_problems(tokenizer)
@@ -103,12 +88,14 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         ]
     problems = []
     allowed = FAMILY_KEYS[family]
+    known = CONFIG_MAPPING[family]()
     for key, value in config.items():
         if key in allowed:
             if value not in allowed[key]:
                 choices = " or ".join(map(json.dumps, allowed[key]))
                 problems.append(f"--gguf: {key} must be {choices} for {family} in llama.cpp, got {json.dumps(value)}")
-        elif key not in NOT_COMPUTED and key not in SIZES[family]:
+        # All other keys of the class are sizes, or don't affect the logits. Old GPT-2 models have n_ctx.
+        elif not hasattr(known, key) and key != "n_ctx":
             problems.append(f"--gguf: {key} can't be represented in a GGUF file of a {family} model")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         problems.append("--gguf: layer_types must be full_attention in every layer for qwen3 in llama.cpp")
@@ -152,26 +139,6 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
     # Llama 3 splits like DBRX, but doesn't apply merges to words that are tokens.
     merges_all = not tokenizer["model"].get("ignore_merges")
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
-
-
-def convert(folder: Path, path: Path, *, dtype: str, text: str, name: str | None = None) -> str:
-    """Converts a model folder to GGUF and compares the outputs. Returns a sentence for the model card.
-
-    Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
-
-    Args:
-        dtype: the weights' dtype (bf16, fp16 or fp32).
-        text: additional text for the comparison.
-        name: the model's name, for the file's metadata.
-    """
-    from pretrain_tools.publishing.gguf_comparison import comparison_note
-
-    check_convertible(folder)
-    note = comparison_note(folder, text, partial(write_gguf, folder, dtype="fp32"))
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    write_gguf(folder, unfinished, dtype, name)
-    unfinished.rename(path)
-    return note
 
 
 def write_gguf(folder: Path, path: Path, dtype: str, name: str | None = None) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
 from pretrain_tools.publishing.card import CARD_MEASURES, statements, without_folders
 from pretrain_tools.publishing.facts import Facts
-from pretrain_tools.runs.addresses import download
 
 PROVENANCE_FORMAT = {"format": "groundwork-provenance", "version": 1}
 UNSEALED = "0" * 64
@@ -107,12 +106,6 @@ def provenance_problems(folder: Path) -> list[str]:
         found = damage_of_file(present[name], name, recorded[name])
         problems += [f"{name} was changed: it {problem.removeprefix(name + ' ')}" for problem in found]
     return problems
-
-
-def published_folder(place: str) -> Path:
-    """Returns a local folder, or downloads OWNER/NAME[@REVISION]. Raises InputError if neither exists."""
-    folder = Path(place).expanduser()
-    return folder if folder.is_dir() else download("--verify", place)
 
 
 def provenance_text(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_pro
 from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
-from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
+from pretrain_tools.publishing.provenance import provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
-from pretrain_tools.publishing.staging import Model, find_publishable, stage, write_model_as_gguf
+from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
+from pretrain_tools.runs.addresses import download
 from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
@@ -86,7 +88,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
     if not arguments.dry_run:
         problems += login_problems()
     if arguments.sign is not None:
-        problems.attempt(load_key, "--sign", arguments.sign)
+        arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
     models = find_models(arguments, problems)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
@@ -107,17 +109,24 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
     models = find_models(arguments, problems)
-    from pretrain_tools.publishing.gguf_file import check_convertible  # imports torch
+    # These modules import torch.
+    from pretrain_tools.publishing.gguf_comparison import comparison_note, validation_text
+    from pretrain_tools.publishing.gguf_file import check_convertible, write_gguf
 
     for model in models:
         problems.attempt(check_convertible, model.folder)
     if len(models) > 1:
         problems.append("--gguf: accepts only one model; use --checkpoint with a single step, or --final")
     problems.stop_if_any()
+    (model,) = models
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
-    with writing_to(file.parent):
-        note = write_model_as_gguf(arguments.run, models[0], dtype, file)
-    print(f"{file}: step {models[0].step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
+    with writing_to(file.parent), tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
+        folder = Path(temporary)
+        copy_model(model, folder, dtype)
+        note = comparison_note(folder, validation_text(arguments.run))
+        write_gguf(folder, folder / file.name, dtype, arguments.run.resolve().name)
+        (folder / file.name).rename(file)
+    print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
 
 
 def publish_models(arguments: Namespace, models: list[Model]) -> None:
@@ -212,7 +221,8 @@ def verify(place: str, public_key: Path | None) -> int:
     None.
     """
     verifier = load_key("--public_key", public_key) if public_key is not None else None
-    folder = published_folder(place)
+    folder = Path(place).expanduser()
+    folder = folder if folder.is_dir() else download("--verify", place)
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)
     if verifier is not None and is_signed:

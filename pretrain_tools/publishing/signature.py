@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.files import SIGNATURE_FILE
 
 REMEDIES = {
@@ -34,16 +34,10 @@ def load_key(flag: str, key: Path) -> Any:
         else:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
     except Exception as error:  # cryptography raises many types: not PEM, wrong key type, encrypted
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{flag} {key}: can't be used ({type(error).__name__}: {reason}); {REMEDIES[flag]}") from None
+        raise InputError(f"{flag} {key}: can't be used ({one_line(error)}); {REMEDIES[flag]}") from None
     # The Hub's cache contains symbolic links.
     hashes = hashing.Config().use_file_serialization(hashing_algorithm="sha256").set_allow_symlinks(True)
     return config.set_hashing_config(hashes)
-
-
-def sign(folder: Path, key: Path) -> None:
-    """Writes model.sig, the signature of all files in a folder."""
-    load_key("--sign", key).sign(folder, folder / SIGNATURE_FILE)
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:

@@ -3,9 +3,9 @@
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, remove
@@ -15,8 +15,7 @@ from pretrain_tools.publishing.card import write_card
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain_tools.publishing.provenance import write_provenance
-from pretrain_tools.publishing.signature import sign
-from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
+from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, training_content
 from pretrain_tools.runs.history import last_good_end
 
 WRITTEN_ANEW = (
@@ -66,7 +65,13 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
                 f"losses; available steps: {there}"
             )
     if milestones:
-        wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
+        every = setting(read_config(run), "checkpoint.keep_every")
+        kept = [step for step in checkpoints if every and step % every == 0]
+        if not kept and not (every and final):
+            problems.append(
+                f"--milestones: {run} has no checkpoint kept by checkpoint.keep_every ({every}); use --checkpoint STEP"
+            )
+        wanted.update(kept)
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
@@ -77,20 +82,10 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         else:
             remedy = f"use --checkpoint {max(checkpoints)}" if checkpoints else "finish training first"
             problems.append(f"--run {run}: contains no final/, so training hasn't finished; {remedy}")
-    damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
-    problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
+    for model in found:
+        problems += [f"{model.folder} is damaged: {problem}" for problem in checkpoint_damage(model.folder)]
     problems.stop_if_any()
     return found
-
-
-def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
-    every = setting(read_config(run), "checkpoint.keep_every")
-    kept = [step for step in checkpoints if every and step % every == 0]
-    if not kept and not (every and final):
-        raise InputError(
-            f"--milestones: {run} has no checkpoint kept by checkpoint.keep_every ({every}); use --checkpoint STEP"
-        )
-    return kept
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
@@ -98,13 +93,13 @@ def checkpoint_model(folder: Path, step: int) -> Model:
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
-def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
+def stage(run: Path, model: Model, publication: Publication, target: Path, signer: Any = None) -> Path:
     """Writes the files to publish to the folder `target`, atomically. Returns the folder.
 
     Converts a checkpoint's fp32 weights to the export dtype, names them as in final/, and omits optimizer and trainer
     state. Raises InputError if a file contains the value of a secret environment variable.
 
-    key: PEM private key to sign the folder with.
+    signer: signs the folder, see `load_key`.
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
@@ -118,32 +113,21 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
         facts = read_facts(run, model.step, unfinished, publication)
         # Each file contains hashes of the files before it, so the order matters.
         write_card(facts, unfinished)
-        write_training_content(facts, unfinished)
+        (unfinished / TRAINING_CONTENT_FILE).write_text(training_content(facts), encoding="utf-8")
         write_materials(facts, unfinished)
-        write_provenance(facts, unfinished, signed=key is not None)
+        write_provenance(facts, unfinished, signed=signer is not None)
         # Check before renaming, because a folder with a secret must not look finished.
         if problems := secret_problems(unfinished):
             raise InputError(*problems)
     except InputError:
         shutil.rmtree(unfinished)
         raise
-    if key is not None:
-        sign(unfinished, key)
+    if signer is not None:
+        signer.sign(unfinished, unfinished / SIGNATURE_FILE)
     if target.exists():
         remove(target)
     unfinished.rename(target)
     return target
-
-
-def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
-    """Writes a run's model as a GGUF file. Returns a sentence about the comparison with transformers."""
-    from pretrain_tools.publishing.gguf_comparison import validation_text
-    from pretrain_tools.publishing.gguf_file import convert
-
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
-        copy_model(model, Path(temporary), dtype)
-        name = run.resolve().name
-        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=name)
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:

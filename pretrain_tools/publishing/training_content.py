@@ -6,10 +6,8 @@ Follows the template of the European Commission's AI Office (24 July 2025, expla
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from pretrain.units import count_text
 from pretrain_tools.publishing.card import render
 from pretrain_tools.publishing.facts import DataSource, Facts
 from pretrain_tools.runs.history import is_number
@@ -24,11 +22,6 @@ LARGE_SHARE = 0.03
 """Fraction of all public datasets' tokens above which the template requires a dataset to be named."""
 MOST_LANGUAGES = 12
 MOST_DOMAINS = 30
-
-
-def write_training_content(facts: Facts, folder: Path) -> None:
-    """Writes the summary to a model folder."""
-    (folder / TRAINING_CONTENT_FILE).write_text(training_content(facts), encoding="utf-8")
 
 
 def training_content(facts: Facts) -> str:
@@ -55,29 +48,12 @@ def training_content(facts: Facts) -> str:
         languages=", ".join(shares),
         domains=", ".join(f"{name} ({count})" for name, count in domains.most_common(MOST_DOMAINS)),
         sampled=sum(one.get("domain_sample") or 0 for one in made),
-        dataset_rows=dataset_rows(from_hub),
+        hub_sources=from_hub,
+        large_share=LARGE_SHARE,
         all_recorded=sources and not unknown,
         other_sources=[*others, *unknown],
         filter_rows=[row for source in sources for row in filter_rows(source)],
     )
-
-
-def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
-    """Returns one row per Hub dataset: name, subset and split, tokens, fraction of all tokens, link."""
-    total = sum(source.tokens or 0 for source in sources)
-    rows = []
-    for source in sources:
-        found = source.preparation.get("datasets") or [{"name": name} for name in source.hub_datasets]
-        share = (source.tokens or 0) / total if total else None
-        size = "" if share is None else f"{share:.1%}, {'large' if share > LARGE_SHARE else 'not large'}"
-        # Datasets in the same source aren't counted separately.
-        others = f" with {len(found) - 1} others" if len(found) > 1 else ""
-        for dataset in found:
-            name = str(dataset.get("name"))
-            part = ", ".join(str(dataset[key]) for key in ("subset", "split") if dataset.get(key))
-            link = f"https://huggingface.co/datasets/{name}" if "/" in name else ""
-            rows.append([name, part, count_text(source.tokens) + others if source.tokens else FILL, size, link])
-    return rows
 
 
 def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:

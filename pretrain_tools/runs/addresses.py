@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import InputError, did_you_mean, is_first_on_machine
+from pretrain.errors import InputError, did_you_mean, is_first_on_machine, one_line
 from pretrain.files import SEAL_FILE
 from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
 from pretrain_tools.runs.history import last_good_end, refuse_url
@@ -48,36 +48,29 @@ def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
 
     Raises InputError if the model doesn't exist. The message begins with `flag` and suggests alternatives.
     """
+    folder = Path(text).expanduser()
+    base, _, selector = text.rpartition("@")
+    run = Path(base).expanduser()
     try:
-        found = _models_here(text)
+        # Check for a folder first, because its name may contain @.
+        if folder.is_dir():
+            return [_in_folder(text, folder)]
+        if base and run.is_dir():
+            return _in_run(text, run, selector)
+        refuse_url(text)
     except InputError as error:
         raise InputError(*(f"{flag} {problem}" for problem in error.problems)) from None
-    if found:
-        return found
+    parent = Path(base or text).parent
+    # A path in an existing folder can't be meant as a Hub ID.
+    if not HUB_ID.fullmatch(text) or (parent != Path() and parent.is_dir()):
+        siblings = [str(path) for path in parent.glob("*") if path.is_dir()]
+        raise InputError(
+            f"{flag} {text}: neither a local folder nor a Hub ID (owner/name or owner/name@revision)"
+            f"{did_you_mean(base or text, siblings)}"
+        )
     # The snapshot folder is named after the commit.
     snapshot = download(flag, text, HUB_FILES)
     return [ModelAddress(text, snapshot, revision=snapshot.name)]
-
-
-def _models_here(text: str) -> list[ModelAddress]:
-    """Resolves an address to local models. Returns [] for a Hub ID."""
-    folder = Path(text).expanduser()
-    # Check for a folder first, because its name may contain @.
-    if folder.is_dir():
-        return [_in_folder(text, folder)]
-    base, _, selector = text.rpartition("@")
-    if base and Path(base).expanduser().is_dir():
-        return _in_run(text, Path(base).expanduser(), selector)
-    refuse_url(text)
-    parent = Path(base or text).parent
-    # A path in an existing folder can't be meant as a Hub ID.
-    if HUB_ID.fullmatch(text) and (parent == Path() or not parent.is_dir()):
-        return []
-    siblings = [str(path) for path in parent.glob("*") if path.is_dir()]
-    raise InputError(
-        f"{text}: neither a local folder nor a Hub ID (owner/name or owner/name@revision)"
-        f"{did_you_mean(base or text, siblings)}"
-    )
 
 
 def _in_folder(text: str, folder: Path) -> ModelAddress:
@@ -159,8 +152,7 @@ def download(flag: str, text: str, files: list[str] | None = None) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are subclasses of these
-        reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"{flag} {text}: not a local folder, and the Hub download failed ({type(error).__name__}: "
-            f"{reason}); use a local folder, or a Hub ID that this machine can access"
+            f"{flag} {text}: not a local folder, and the Hub download failed ({one_line(error)}); use a local folder, "
+            "or a Hub ID that this machine can access"
         ) from error

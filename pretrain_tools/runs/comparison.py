@@ -10,7 +10,7 @@ from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json
 from pretrain.units import bytes_text, duration_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.runs.history import MEASURES, History, is_number, read_history, require_runs
+from pretrain_tools.runs.history import MEASURES, History, is_number, measured, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
@@ -54,39 +54,31 @@ def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def smoothed_loss(history: History) -> float | None:
-    """Computes the mean training loss of the last SMOOTHED_LINES logged lines."""
-    losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
-    return statistics.fmean(losses) if losses else None
-
-
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
     """Formats a run's results as {name: text}. Omits missing results."""
+    losses = history.values("loss")[-SMOOTHED_LINES:]
     results = {
         "state": state_text(status),
-        "step": text_of(status.step, "{:,}".format),
-        "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
-        f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
+        "step": text_of(status.step, ","),
+        "tokens": text_of(history.last("train").get("tokens"), ","),
+        f"training loss, last {SMOOTHED_LINES} lines": f"{statistics.fmean(losses):.4f}" if losses else "-",
     }
     for source, events in history.validation().items():
-        measured = [e for e in events if is_number(e.get("loss"))]
-        if measured:
-            last = measured[-1]
-            best = min(measured, key=lambda e: e["loss"])
+        if validations := measured(events, "loss"):
+            last = validations[-1]
+            best = min(validations, key=lambda e: e["loss"])
             bits = last.get("bits_per_byte")
             per_byte = f", {bits:.4f} bits/byte" if is_number(bits) else ""
             results[f"validation {source}"] = f"{last['loss']:.4f}{per_byte}"
-            results[f"validation {source}, average"] = text_of(last.get("average_loss"), "{:.4f}".format)
+            results[f"validation {source}, average"] = text_of(last.get("average_loss"), ".4f")
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
-        error = scores[-1].standard_error
-        results[name] = f"{scores[-1].value:.4f}" + (f" ± {error:.4f}" if is_number(error) else "")
-    peaks = [event.get("peak_memory_bytes") for event in history.of("train")]
+        results[name] = scores[-1].text
     results |= {
         "running time": duration_text(history.events[-1]["hours"] * 3600),
-        "tokens per second, median": text_of(history.median("tokens_per_second"), "{:,.0f}".format),
-        "MFU, median": text_of(history.median("mfu"), "{:.1%}".format),
-        "peak memory": text_of(max(filter(is_number, peaks), default=None), bytes_text),
+        "tokens per second, median": text_of(history.median("tokens_per_second"), ",.0f"),
+        "MFU, median": text_of(history.median("mfu"), ".1%"),
+        "peak memory": text_of(max(history.values("peak_memory_bytes"), default=None), bytes_text),
         "energy": history.energy or "-",
     }
     for key, name in MEASURES.items() if history.of("diagnostics") else ():
@@ -129,8 +121,8 @@ def summary_text(run: Path) -> str:
     records = read_json(run / "data.json").values()
     kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]
     about = {
-        "parameters": text_of(start.get("parameters"), "{:,}".format),
-        "active parameters": text_of(start.get("active_parameters"), "{:,}".format),
+        "parameters": text_of(start.get("parameters"), ","),
+        "active parameters": text_of(start.get("active_parameters"), ","),
         **{
             name: _cell(value)
             for name, value in recorded_settings(run).items()

@@ -7,9 +7,11 @@ step it went back to.
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean
@@ -26,10 +28,8 @@ NO_MEASURES = {
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that aren't scores."""
-FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""Prefixes of the most frequent lines. `event` is always the first key."""
-LAST_LINES = 500
-LOOK_BACK_BYTES = 1 << 22
+END_BYTES = 1 << 19
+"""Size of the part of a log that `read_end` reads, about 2,500 lines."""
 
 MEASURES = {
     "activation_rms": "RMS of activations",
@@ -64,6 +64,11 @@ class Score:
         detail = f" ({self.few_shots}-shot)" if self.few_shots else f" {self.split}" if self.split else ""
         return f"{self.task}{detail} · {self.metric}"
 
+    @property
+    def text(self) -> str:
+        """'0.2500 ± 0.0100'"""
+        return f"{self.value:.4f}" + ("" if self.standard_error is None else f" ± {self.standard_error:.4f}")
+
 
 @dataclass(frozen=True)
 class History:
@@ -78,7 +83,7 @@ class History:
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
         """Builds a history from logged events. Adds `hours` to them in place."""
         count_hours(logged)
-        joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
+        joules = [event["joules"] for event in measured(logged, "joules")]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
 
     @property
@@ -97,9 +102,13 @@ class History:
         """Returns the last event with this name, or {}."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
+    def values(self, measure: str) -> list[float]:
+        """Returns a metric's values at the logged steps. Skips missing ones."""
+        return [event[measure] for event in measured(self.of("train"), measure)]
+
     def median(self, measure: str) -> float | None:
         """Returns the median of a metric over the logged steps."""
-        values = [event[measure] for event in self.of("train") if is_number(event.get(measure))]
+        values = self.values(measure)
         return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
@@ -124,22 +133,23 @@ def scores_of(event: Event) -> list[Score]:
     about = {key: event.get(key) for key in ("few_shots", "split", "step")}
     about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
     measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
-    # lm-eval appends the answer filter after a comma.
-    return [
-        Score(metric=key.removesuffix(",none"), value=value, standard_error=measures.get(_stderr_of(key)), **about)
-        for key, value in measures.items()
-        if "_stderr" not in key
-    ]
-
-
-def _stderr_of(metric: str) -> str:
-    name, comma, answers = metric.partition(",")
-    return f"{name}_stderr{comma}{answers}"
+    scores = []
+    for key, value in measures.items():
+        if "_stderr" not in key:
+            # lm-eval appends the answer filter after a comma, as in 'acc,none' and 'acc_stderr,none'.
+            error = measures.get(re.sub("(?=,|$)", "_stderr", key, count=1))
+            scores.append(Score(metric=key.removesuffix(",none"), value=value, standard_error=error, **about))
+    return scores
 
 
 def is_number(value: object) -> bool:
     # bool is a subclass of int.
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def measured(events: Iterable[Event], measure: str) -> list[Event]:
+    """Returns the events in which a value is a number."""
+    return [event for event in events if is_number(event.get(measure))]
 
 
 def require_run(folder: Path) -> Path:
@@ -178,16 +188,9 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
     """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside other runs."""
-    found = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        path = Path(place)
-        is_run = METRICS_FILE in files
-        if is_run:
-            found.append(path)
-        if is_run or len(path.relative_to(folder).parts) == depth:
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
+    patterns = ["*/" * level + METRICS_FILE for level in range(depth + 1)]
+    found = {(folder / log).parent for pattern in patterns for log in glob(pattern, root_dir=folder)}
+    return sorted(run for run in found if found.isdisjoint(run.parents))
 
 
 def read_history(run: Path) -> History:
@@ -237,13 +240,12 @@ def count_flops(history: History) -> float | None:
     stages = history.of("stage")
     tokens = 0
     flops = 0.0
-    for event in history.of("train"):
-        if is_number(event.get("tokens")):
-            # Stages may change the sequence length, and with it the FLOPs per token.
-            rates = [stage["flops_per_token"] for stage in stages if stage["step"] < event["step"]]
-            flops += (event["tokens"] - tokens) * (rates[-1] if rates else per_token)
-            tokens = event["tokens"]
-            event["flops"] = flops
+    for event in measured(history.of("train"), "tokens"):
+        # Stages may change the sequence length, and with it the FLOPs per token.
+        rates = [per_token, *(stage["flops_per_token"] for stage in stages if stage["step"] < event["step"])]
+        flops += (event["tokens"] - tokens) * rates[-1]
+        tokens = event["tokens"]
+        event["flops"] = flops
     return flops
 
 
@@ -278,22 +280,23 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path) -> list[Event]:
-    """Reads a run's last events, without superseded ones, in constant time.
-
-    Reads the last 500 lines, and infrequent events from the last 4 MB.
-    """
+    """Reads a run's last events, without superseded ones, in constant time."""
     with open(run / METRICS_FILE, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOOK_BACK_BYTES))
-        lines = file.read().split(b"\n")
-    # Comparing prefixes is faster than parsing 4 MB of JSON.
-    rare = [line for line in lines[:-LAST_LINES] if not line.startswith(FREQUENT)]
-    return current_events(parse_lines([*rare, *lines[-LAST_LINES:]]))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        return current_events(parse_lines(file))
 
 
 def end_of(events: Sequence[Event]) -> Event:
     """Returns the `end` event of the newest process, or {} if that process is still training or has crashed."""
     last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
     return last if last.get("event") == "end" else {}
+
+
+def planned_steps(events: Iterable[Event]) -> int | None:
+    """Returns a run's last step, as planned by its newest start or changed by a later command, or None."""
+    # A final decay (runs.py anneal, budget.minutes) records the new last step in a `control` event.
+    planned = [e["total_steps"] for e in measured(events, "total_steps") if e["event"] in ("start", "control")]
+    return planned[-1] if planned else None
 
 
 def last_start(run: Path) -> Event:
@@ -305,5 +308,5 @@ def last_start(run: Path) -> Event:
 
 def last_good_end(run: Path) -> Event:
     """Returns the last `end` event with exit code 0, written after the export, or {}."""
-    ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
-    return ends[-1] if ends else {}
+    newest_first = reversed(read_metrics(run))
+    return next((event for event in newest_first if event["event"] == "end" and event.get("code") == 0), {})

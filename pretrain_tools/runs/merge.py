@@ -31,9 +31,9 @@ LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FI
 
 
 def merge_models(
-    texts: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
-) -> tuple[Path, list[str]]:
-    """Averages the models at these addresses. Returns the output folder and the names of the models.
+    models: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
+) -> str:
+    """Averages the models at these addresses. Returns a text that names them and the output folder.
 
     Reads one tensor at a time, and holds at most one output file in memory. Raises InputError listing all problems
     before writing anything.
@@ -45,25 +45,21 @@ def merge_models(
         output: a new folder; None for a folder in the run, if all models are from one run.
     """
     problems = Problems()
-    addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
+    addresses = [found for text in models for found in problems.attempt(addressed, text, last) or []]
     problems.stop_if_any()
     names = [address.name for address in addresses]
-    folders = [address.folder for address in addresses]
-    if len(folders) < 2 and weights == "raw":
+    if len(names) < 2 and weights == "raw":
         problems.append(
             f"merge {names[0]}: needs at least two models, such as RUN --last 5, RUN@400 RUN@500 or two folders"
         )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"merge: {', '.join(repeated)} would count twice; list each model only once")
-    if weights == "average":
-        for name, folder in zip(names, folders, strict=True):
-            problems.attempt(require_average, f"merge {name}: --weights average", folder)
+    for address in addresses if weights == "average" else ():
+        problems.attempt(require_average, f"merge {address.name}: --weights average", address.folder)
     output = problems.attempt(output_folder, addresses, output)
     problems.stop_if_any()
     prefix = "model" if weights == "raw" else "average"
-    mean = problems.attempt(mean_of, names, folders, prefix, trusted=trust_remote_code)
-    problems.stop_if_any()
-    group, published = mean
+    group, published = mean_of(addresses, prefix, trusted=trust_remote_code)
     # Write to a hidden folder and rename it at the end, so that the output is never incomplete.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -71,14 +67,14 @@ def merge_models(
         unfinished.mkdir(parents=True)
         require_space(unfinished, bytes_of(group))
         files = write_group(unfinished, "model", group, 0, 1, published=published)
-        describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
+        describe_mean(unfinished, addresses[-1].folder, {"models": names, "weights": weights})
         commit(unfinished, output, files)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise InputError(
             f"--output {output}: cannot be written ({error}); free up disk space, or use another disk"
         ) from error
-    return output, names
+    return f"The mean of {', '.join(names)} is in {output}.\nTry: python evaluate.py --model {output} --data FOLDER"
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
@@ -110,34 +106,32 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     return asked
 
 
-def mean_of(
-    names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool
-) -> tuple[TensorGroup, PublishedNames]:
-    """Returns the mean of the tensors in these folders, and the names that they have in published models.
+def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tuple[TensorGroup, PublishedNames]:
+    """Returns the mean of the models' tensors, and the names that they have in published models.
 
     Means are computed in fp64 on access, and returned in fp32. Raises InputError if the architectures
     differ.
     """
     problems = Problems()
-    for folder in folders if trusted else ():
-        problems.attempt(register_code_of, str(folder))
-    configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
-    problems.stop_if_any()
-    saved = [SavedTensors(folder, prefix) for folder in folders]
+    configs = [problems.attempt(_config_of, address.folder, trusted) for address in addresses]
+    saved = [SavedTensors(address.folder, prefix) for address in addresses]
     problems += [
-        f"merge {name}: contains no safetensors files" for name, model in zip(names, saved, strict=True) if not model
+        f"merge {address.name}: contains no safetensors files"
+        for address, model in zip(addresses, saved, strict=True)
+        if not model
     ]
-    published = problems.attempt(PublishedNames.of, configs[0])
     problems.stop_if_any()
+    published = PublishedNames.of(configs[0])
     models = [JoinedTensors(model, published) for model in saved]
     shapes, *others = (joined.shapes(of.shapes()) for joined, of in zip(models, saved, strict=True))
-    for name, config, ours in zip(names[1:], configs[1:], others, strict=True):
+    for address, config, ours in zip(addresses[1:], configs[1:], others, strict=True):
         # RoPE has no weights, so comparing shapes isn't enough.
         ropes = [getattr(one, "rope_parameters", None) for one in (configs[0], config)]
         if type(config) is not type(configs[0]) or ours != shapes or ropes[0] != ropes[1]:
             problems.append(
-                f"merge {names[0]} {name}: have different architectures ({config_differences(configs[0], config)}); "
-                "merge only models with the same architecture, or checkpoints from the same stage"
+                f"merge {addresses[0].name} {address.name}: have different architectures "
+                f"({config_differences(configs[0], config)}); merge only models with the same architecture, or "
+                "checkpoints from the same stage"
             )
     problems.stop_if_any()
 
@@ -149,6 +143,12 @@ def mean_of(
         return (total / len(models)).float()
 
     return TensorGroup(shapes, dict.fromkeys(shapes, torch.float32), mean), published
+
+
+def _config_of(folder: Path, trusted: bool) -> PreTrainedConfig:
+    if trusted:
+        register_code_of(str(folder))
+    return load_model_config(str(folder))
 
 
 def describe_mean(folder: Path, newest: Path, contents: dict) -> None:

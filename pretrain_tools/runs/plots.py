@@ -265,9 +265,9 @@ def draw_line(axis: Any, line: Line, *, is_smoothed: bool) -> None:
 
 def smoothed(values: ArrayLike) -> NDArray:
     """Computes a centered moving average over about 4% of the points. A trailing one would lag behind."""
-    reach = round(SMOOTHED_SHARE * len(values) / 2)
-    width = 2 * reach + 1
-    return np.convolve(np.pad(values, reach, mode="edge"), np.full(width, 1 / width), mode="valid")
+    from scipy.ndimage import uniform_filter1d
+
+    return uniform_filter1d(np.asarray(values), 2 * round(SMOOTHED_SHARE * len(values) / 2) + 1, mode="nearest")
 
 
 def draw_marks(axis: Any, runs: Iterable[History]) -> dict[str, Any]:

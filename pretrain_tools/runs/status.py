@@ -15,7 +15,16 @@ from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import printable, sparkline
 from pretrain.units import count_text, counted, duration_text, table
-from pretrain_tools.runs.history import end_of, find_runs, is_number, last_start, read_end, require_run
+from pretrain_tools.runs.history import (
+    end_of,
+    find_runs,
+    is_number,
+    last_start,
+    measured,
+    planned_steps,
+    read_end,
+    require_run,
+)
 
 STALE_HEARTBEAT_SECONDS = 60.0
 """Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
@@ -78,10 +87,9 @@ def _holds_lock(path: Path, holder: dict) -> bool:
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True  # PermissionError: another user's file, and the process is alive
-    except OSError:
-        return False
+    except OSError as error:
+        # PermissionError: another user's file, and the process is alive
+        return isinstance(error, BlockingIOError | PermissionError)
     return False
 
 
@@ -99,9 +107,7 @@ def read_status(run: Path) -> RunStatus:
         alive = not end and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), last.get("start", {}).get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
-    # `runs.py anneal` changes the last step, which is recorded in a `control` event.
-    planned = [e for e in events if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
-    total_steps = (planned[-1] if planned else last_start(run)).get("total_steps")
+    total_steps = planned_steps(events) or last_start(run).get("total_steps")
     # On other machines, the lock may be missing, but the heartbeat also contains the process ID.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
@@ -121,7 +127,7 @@ def read_status(run: Path) -> RunStatus:
 
 def _validation_loss(events: list[Event]) -> float | None:
     """Returns the mean over sources at the last validation."""
-    validations = [e for e in events if e["event"] == "validation" and is_number(e.get("loss"))]
+    validations = [e for e in measured(events, "loss") if e["event"] == "validation"]
     newest = [e["loss"] for e in validations if e["step"] == validations[-1]["step"]]
     return statistics.fmean(newest) if newest else None
 
@@ -132,13 +138,13 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     Includes validation and checkpoints, but not the time before the first log line, such as compilation.
     """
     since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback", "stage")), default=0)
-    steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))]
-    if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
+    steps = [e for e in measured(events[since:], "time") if e["event"] == "train"]
+    if not total_steps or len(steps) < 2:
         return None
-    seconds = steps[-1]["time"] - steps[0]["time"]
-    if seconds < 0:  # the clock was set back
+    done, seconds = (steps[-1][name] - steps[0][name] for name in ("step", "time"))
+    if done <= 0 or seconds < 0:  # the clock was set back
         return None
-    return max(0, total_steps - step) * seconds / (steps[-1]["step"] - steps[0]["step"])
+    return max(0, total_steps - step) * seconds / done
 
 
 def mirror_text(run: Path) -> str | None:
@@ -172,37 +178,24 @@ def state_text(status: RunStatus) -> str:
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
-def print_list(folder: Path) -> None:
-    """Prints one line per run in a folder. Raises InputError if there are none."""
+def list_text(folder: Path) -> str:
+    """Formats a table with one line per run in a folder, without control characters.
+
+    Raises InputError if there are no runs.
+    """
     runs = find_runs(folder)
     if not runs:
         raise InputError(f"{folder}: contains no runs; start one with train.py, or use another folder")
-    print(list_text([read_status(run) for run in runs]))
-
-
-def print_status(folder: Path) -> None:
-    """Prints a run's status, or a list if the folder contains several runs.
-
-    Raises InputError if the folder neither is a run nor contains any.
-    """
-    if find_runs(folder) in ([], [folder]):
-        print(status_text(read_status(require_run(folder))))
-    else:
-        print_list(folder)
-
-
-def list_text(statuses: list[RunStatus]) -> str:
-    """Formats a table with one line per run, without control characters."""
     rows = [["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]]
-    for status in statuses:
+    for status in map(read_status, runs):
         cells = (
             str(status.folder),
             state_text(status),
-            text_of(status.step, f"{{:,}}/{status.total_steps:,}".format if status.total_steps else "{:,}".format),
-            text_of(status.progress, "{:.0%}".format),
+            text_of(status.step, f"{{:,}}/{status.total_steps:,}".format if status.total_steps else ","),
+            text_of(status.progress, ".0%"),
             text_of(status.train.get("tokens"), count_text),
-            text_of(status.train.get("loss"), "{:.4f}".format),
-            text_of(_validation_loss(status.events), "{:.4f}".format),
+            text_of(status.train.get("loss"), ".4f"),
+            text_of(_validation_loss(status.events), ".4f"),
             text_of(status.train.get("tokens_per_second"), count_text),
             text_of(status.seconds_left, duration_text),
             ago(status.logged),
@@ -217,13 +210,21 @@ def ago(moment: float) -> str:
     return f"{duration_text(max(0.0, time.time() - moment))} ago"
 
 
-def text_of(value: object, form: Callable[[Any], str]) -> str:
-    """Formats a number for a table cell. Returns '-' for other values."""
-    return form(value) if is_number(value) else "-"
+def text_of(value: object, form: str | Callable[[Any], str]) -> str:
+    """Formats a number for a table cell, with a format such as ',' or a function. Returns '-' for other values."""
+    if not is_number(value):
+        return "-"
+    return format(value, form) if isinstance(form, str) else form(value)
 
 
-def status_text(status: RunStatus) -> str:
-    """Formats a run's status on one screen."""
+def status_text(folder: Path) -> str:
+    """Formats a run's status on one screen, or a list if the folder contains several runs.
+
+    Raises InputError if the folder neither is a run nor contains any.
+    """
+    if find_runs(folder) not in ([], [folder]):
+        return list_text(folder)
+    status = read_status(require_run(folder))
     state = state_text(status) + (f", {status.where}" if status.where else "")
     rows = {"run": str(status.folder), "state": f"{state}; last log line {ago(status.logged)}"}
     if status.progress is not None:
@@ -236,16 +237,17 @@ def status_text(status: RunStatus) -> str:
         rows["silence"] = f"no progress for {duration_text(status.silent_seconds)} (a long step or a hang)"
     if status.seconds_left is not None:
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace"
-    if losses := [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]:
+    events = measured(status.events, "loss")
+    if losses := [event["loss"] for event in events if event["event"] == "train"]:
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
-    for event in status.events:
-        if event["event"] == "validation" and is_number(event.get("loss")):
+    for event in events:
+        if event["event"] == "validation":
             average = event.get("average_loss")
             of_average = f", averaged weights {average:.4f}" if is_number(average) else ""
             text = f"loss {event['loss']:.4f}{of_average} at step {event['step']:,}"
             rows[f"validation {event.get('source')}"] = text
-    speed = text_of(status.train.get("tokens_per_second"), "{:,.0f}".format)
-    mfu = text_of(status.train.get("mfu"), "{:.1%}".format)
+    speed = text_of(status.train.get("tokens_per_second"), ",.0f")
+    mfu = text_of(status.train.get("mfu"), ".1%")
     rows["speed"] = f"{speed} tok/s · MFU {mfu}"
     if mirror := mirror_text(status.folder):
         rows["mirror"] = mirror

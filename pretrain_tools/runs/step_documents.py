@@ -154,26 +154,21 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
 def origins_from(manifest: Manifest, shards: list[Shard], offset: int) -> Iterator[str | None]:
     """Yields the source file and line of each document, starting from an offset in the first shard.
 
-    Yields None for documents in shards that don't record them.
+    Yields None for documents in shards that don't record them. If the shards are at a URL, downloads only their index.
     """
     for shard in shards:
-        index = read_index(_local(manifest, shard), shard.documents)
+        path = manifest.folder / shard.file
+        if manifest.url is not None:
+            from pretrain.data.object_store import copied_file
+
+            copied_file(manifest, index_path(path).name)
+        index = read_index(path, shard.documents)
         if index is None:
             yield from itertools.repeat(None)
         for entry in index[np.searchsorted(index["end"], offset, side="right") :]:
             yield place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
         offset = 0
     yield from itertools.repeat(None)  # a last document that doesn't end in these shards
-
-
-def _local(manifest: Manifest, shard: Shard) -> Path:
-    """Returns a shard's path. If the shards are at a URL, downloads only the index."""
-    path = manifest.folder / shard.file
-    if manifest.url is not None:
-        from pretrain.data.object_store import copied_file
-
-        copied_file(manifest, index_path(path).name)
-    return path
 
 
 def _sequence_lines(number: int, sequence: Sequence, decoder) -> list[str]:

@@ -1,6 +1,8 @@
 """Tests for the profiler's rules with synthetic steps: each cause is reported with figures, and there are no false
 alarms."""
 
+from dataclasses import replace
+
 import pytest
 
 from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
@@ -33,7 +35,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
         "rank": number, "host": f"node{number}", "device": "CPU", "cores": 2, "sync_lines": [], "compilations": [],
         "retries_per_step": 0.0, "problems": [],
     }  # fmt: skip
-    return RankSteps(common | dict(facts), steps)
+    return RankSteps(steps=steps, **common | dict(facts))
 
 
 def found(*ranks, micro_steps=2, on_device=False, **options):
@@ -76,7 +78,7 @@ def test_a_single_odd_step_is_ignored():
 def test_a_rank_that_is_slower_in_half_of_the_steps_is_not_slow():
     slow, usual = rank(1, forward=90, count=4), rank(1, count=4)
     for slower, expected in ((3, ["slow rank"]), (2, [])):
-        mixed = RankSteps(slow.facts, slow.steps[:slower] + usual.steps[slower:])
+        mixed = replace(slow, steps=slow.steps[:slower] + usual.steps[slower:])
         assert list(found(rank(0, wait=50, count=4), mixed)) == expected
 
 

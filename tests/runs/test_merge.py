@@ -56,7 +56,8 @@ def test_a_full_disk_is_reported_before_writing(run, tmp_path, monkeypatch):
 
 def test_folders_of_several_dtypes_can_be_averaged(run, tmp_path):
     final, checkpoint = run / "final", run / "checkpoints/step-00000004"
-    folder, _ = merge_models([str(final), str(checkpoint)], last=None, weights="raw", output=tmp_path / "a/b")
+    folder = tmp_path / "a/b"
+    merge_models([str(final), str(checkpoint)], last=None, weights="raw", output=folder)
     ours, theirs, mean = saved(final), saved(checkpoint), saved(folder)
     assert next(iter(ours.values())).dtype == torch.bfloat16
     for name, tensor in mean.items():
@@ -72,7 +73,8 @@ def test_experts_under_either_name_are_the_same_model(tmp_path):
     commit(theirs, sealed := tmp_path / "sealed", {})
     assert expected.keys() != saved(ours).keys()
     for texts in ([str(ours), str(sealed)], [str(sealed), str(ours)]):
-        folder, _ = merge_models(texts, last=None, weights="raw", output=tmp_path / f"mean, {Path(texts[0]).name}")
+        folder = tmp_path / f"mean, {Path(texts[0]).name}"
+        merge_models(texts, last=None, weights="raw", output=folder)
         assert saved(folder).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
     wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
@@ -84,8 +86,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=(4, 8, 12))
     file = run / "checkpoints/step-00000008/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    folder, names = merge_models([str(run)], last=2, weights="raw", output=None)
-    assert names == [f"{run}@4", f"{run}@12"] and folder == run / "merged-4-12"
+    said = merge_models([str(run)], last=2, weights="raw", output=None)
+    assert f"The mean of {run}@4, {run}@12 is in {run / 'merged-4-12'}." in said
     assert "step-00000008 cannot be used: " in capsys.readouterr().err
 
 
@@ -103,8 +105,9 @@ def with_average(run, step):
 def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
     run = write_run(tmp_path / "run", steps=(4,))
     average = with_average(run, 4)
-    folder, _ = merge_models([f"{run}@4"], last=None, weights="average", output=None)
-    assert folder == run / "merged-4" and all(saved(folder)[name].equal(average[name]) for name in average)
+    merge_models([f"{run}@4"], last=None, weights="average", output=None)
+    folder = run / "merged-4"
+    assert all(saved(folder)[name].equal(average[name]) for name in average)
     with average_folder(run / "checkpoints/step-00000004") as view:
         model = load_pretrained(str(view))
         assert all(parameter.equal(average[name]) for name, parameter in model.named_parameters())
@@ -114,19 +117,19 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"texts": ["{run}@4"]}, "merge {run}@4: needs at least two models, such as RUN --last 5"),
-        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has only 3 intact checkpoints"),
+        ({"models": ["{run}@4"]}, "merge {run}@4: needs at least two models, such as RUN --last 5"),
+        ({"models": ["{run}"], "last": 5}, "merge {run} --last 5: the run has only 3 intact checkpoints"),
         (
-            {"texts": ["{run}@4", "{run}@5"]},
+            {"models": ["{run}@4", "{run}@5"]},
             "merge {run}@5: the part after @ must be the step of a checkpoint",
         ),
-        ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
-        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
-        ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
-        ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: no averaged weights in"),
-        ({"texts": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
+        ({"models": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
+        ({"models": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
+        ({"models": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
+        ({"models": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: no averaged weights in"),
+        ({"models": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
         (
-            {"texts": ["{run}@4", "{other}"], "output": "x"},
+            {"models": ["{run}@4", "{other}"], "output": "x"},
             "merge {run}@4 {other}: have different architectures (vocab_size 512, now 640)",
         ),
     ],
@@ -135,7 +138,7 @@ def test_models_without_a_mean_are_rejected(run, tmp_path, given, problem):
     names = {"run": run, "other": tmp_path / "other"}
     write_model(names["other"], write_tokenizer(tmp_path / "tokenizer"), {**TINY_LLAMA, "vocab_size": 640}, seed=1)
     given = {"last": None, "weights": "raw", "output": None, **given}
-    given["texts"] = [text.format(**names) for text in given["texts"]]
+    given["models"] = [text.format(**names) for text in given["models"]]
     given["output"] = given["output"] and run / given["output"]
     with pytest.raises(InputError) as caught:
         merge_models(**given)

@@ -268,7 +268,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
     )  # fmt: skip
     for words in (
         "--dryrun: unknown option; did you mean --dry_run?",
-        "--checkpoint x: must be a step",
+        "--checkpoint x: must be the step of a checkpoint",
         "--dry_run and --output DIR: only valid together",
         "--repo a/b/c: Repo id must be",
         "--license is missing, but publishing requires a license; set one, such as apache-2.0",

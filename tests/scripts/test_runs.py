@@ -116,7 +116,7 @@ def test_a_run_on_another_machine_is_alive_while_its_heartbeat_is_fresh(tmp_path
     beat.write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": time.time(), "silent_seconds": 300.0}))
     status = read_status(run)
     assert status.state == "running" and status.where == "process 7 on elsewhere"
-    assert "no progress for 5 min 00 s (a long step or a hang)" in status_text(status)
+    assert "no progress for 5 min 00 s (a long step or a hang)" in status_text(run)
     beat.write_text("{}")
     os.utime(beat, (time.time() - 600,) * 2)
     assert read_status(run).state == "crashed"
@@ -129,10 +129,11 @@ def test_the_total_comes_from_the_newest_start(tmp_path):
 
 
 def test_a_run_that_just_started_has_no_numbers_yet(tmp_path):
-    status = read_status(write_run(tmp_path / "run", [start_line()]))
+    run = write_run(tmp_path / "run", [start_line()])
+    status = read_status(run)
     assert (status.step, status.train) == (0, {})
-    assert "0.0% · step 0 of 100 · - tokens" in status_text(status)
-    assert " - " in list_text([status])
+    assert "0.0% · step 0 of 100 · - tokens" in status_text(run)
+    assert " - " in list_text(run)
 
 
 def test_the_time_left_excludes_compilation():
