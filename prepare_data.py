@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
+from pretrain.terminal import say
 from pretrain_tools.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
@@ -71,13 +72,9 @@ def carry_out(request: "PreparationRequest") -> int:
         destination.open()
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and destination:
-        copied = destination.fill(say)
+        copied = destination.fill()
         print(f"{destination.shown}: {copied} files copied; {destination.local} is no longer needed")
     return status
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def verify(folder: str) -> None:
@@ -119,15 +116,20 @@ def prepare_shards(request: "PreparationRequest") -> int:
     from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
-    from pretrain_tools.preparation.progress import DocumentProgress
+    from pretrain_tools.preparation.progress import Progress
 
     started = time.monotonic()
     output = request.output
-    with closing(DocumentProgress(request.documents.total_bytes)) as progress:
+    with closing(Progress(request.documents.total_bytes, "B")) as progress:
+
+        def report(tally: Tally) -> None:
+            note = f"{tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok"
+            progress.update(tally.input_bytes, note)
+
         try:
-            outcome = prepare(request, say=progress.say, report=progress.update)
+            outcome = prepare(request, report)
         except StoppedError as stop:
-            progress.say(f"stopped; run the same command again to resume {output}")
+            say(f"stopped; run the same command again to resume {output}", sys.stderr)
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")

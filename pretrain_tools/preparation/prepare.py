@@ -7,6 +7,7 @@ last.
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -21,6 +22,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
+from pretrain.terminal import say
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNFINISHED_FOLDER, Intake
 from pretrain_tools.preparation.documents.sources import Position
@@ -38,6 +40,7 @@ from pretrain_tools.preparation.plan import (
     refuse_other_files,
     source_differences,
 )
+from pretrain_tools.preparation.progress import Progress
 from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
@@ -48,8 +51,6 @@ FIRST_PASS = "documents"
 """Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
 PLAN_LAYOUT = 7
 COMMIT_SECONDS = 2.0
-LINE_SECONDS = 10.0
-"""Interval between progress lines in the near-duplicate search."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ class StoppedError(Exception):
     """Raised after a stop signal, with the signal number as its argument. Finished work is saved."""
 
 
-Say = Callable[[str], None]
 Report = Callable[[Tally], None]
 
 
-def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
+def prepare(request: PreparationRequest, report: Report = lambda tally: None) -> PreparationOutcome:
     """Prepares the folder `request.output`, or resumes it. Does nothing if the folder is already complete.
 
     Raises InputError if the input is unusable or the folder was made with different options or input. Raises
@@ -80,7 +80,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
-    slices = require_slices(request, plan, say)
+    slices = require_slices(request, plan)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
@@ -94,7 +94,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            run = _Run(request, plan, slices, say, report)
+            run = _Run(request, plan, slices, report)
             was_begun = run.plan_path.exists()
             try:
                 return PreparationOutcome(run.complete(), already_done=False)
@@ -137,7 +137,6 @@ class _Run:
     request: PreparationRequest
     plan: dict[str, Any]
     slices: list[Path]
-    say: Say
     report: Report
 
     def __post_init__(self) -> None:
@@ -160,18 +159,18 @@ class _Run:
             # Write the plan after the tokenizer, so that a folder with a plan always contains a tokenizer.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
-            self.say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents")
+            say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents", sys.stderr)
         if self.options.near_duplicates is not None and self.options.slice is None:
             self._find_near_duplicates()
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
-                self.say(f"using the tokenizers library: {reason}")
+                say(f"using the tokenizers library: {reason}", sys.stderr)
         try:
             tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
-            self.say(f"starting over with the tokenizers library: {error}")
+            say(f"starting over with the tokenizers library: {error}", sys.stderr)
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return self._finish(tally, shards)
@@ -183,22 +182,18 @@ class _Run:
             self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
             all_options = replace(options, slice=label)
-            prepare(replace(self.request, output=self.slices[0], options=all_options), self.say, self.report)
+            prepare(replace(self.request, output=self.slices[0], options=all_options), self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            for stage, unit in STAGES.items():
+            for stage in STAGES:
                 jobs = search.missing(stage)
-                began = told = time.monotonic()
-                with closing(self._performed(search.perform, jobs)) as tasks:
+                progress = Progress(len(jobs), " tasks", f"near duplicates, {stage}")
+                with closing(progress), closing(self._performed(search.perform, jobs)) as tasks:
                     for done, _ in enumerate(tasks if jobs else (), 1):
                         stop_if_asked()
-                        now = time.monotonic()
-                        if now - told >= LINE_SECONDS:
-                            left = (len(jobs) - done) * (now - began) / done
-                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
-                            told = now
+                        progress.update(done)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))

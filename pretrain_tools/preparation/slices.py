@@ -6,7 +6,7 @@ one prepared on a single machine.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,14 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
     return replace(request, documents=documents, options=options, output=output, destination=destination)
 
 
-def require_slices(request: PreparationRequest, plan: dict[str, Any], say: Callable[[str], None]) -> list[Path]:
+def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
     """Downloads and lists the slices to merge. Raises InputError if any are unfinished or don't match the request."""
     folders = []
     problems = Problems()
     count = request.merge_slices or 0
     slices = [slice_of(request, number, count) for number in range(count)]
     for of_slice in slices if request.destination else ():
-        problems.attempt(of_slice.destination.fetch, say)
+        problems.attempt(of_slice.destination.fetch)
     problems.stop_if_any()
     for number, of_slice in enumerate(slices):
         folder = of_slice.output

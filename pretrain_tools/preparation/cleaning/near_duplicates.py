@@ -87,9 +87,9 @@ class NearDuplicates:
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
         """Computes the Jaccard similarity of two documents from their words."""
-        sets = [_sorted_set(shingle_hashes(words, self.shingle_words)) for words in (one, other)]
-        either = _sorted_set(np.concatenate(sets))
-        return (len(sets[0]) + len(sets[1]) - len(either)) / len(either)
+        sets = [np.unique(shingle_hashes(words, self.shingle_words)) for words in (one, other)]
+        shared = len(np.intersect1d(*sets, assume_unique=True))
+        return shared / (len(sets[0]) + len(sets[1]) - shared)
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
         """Hashes one band of each signature. Returns (documents,) uint64, below 2^40."""
@@ -104,25 +104,13 @@ class NearDuplicates:
 
 def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
     """Hashes all runs of `shingle_words` words. Returns (words - shingle_words + 1,) uint32."""
-    mixed = _mixed(words.copy())
+    mixed = words * np.uint32(0x85EBCA6B)
+    mixed ^= mixed >> np.uint32(15)
     count = max(0, len(words) - shingle_words + 1)
     return _combined([mixed[place : place + count] for place in range(shingle_words)])
 
 
-def _sorted_set(hashes: np.ndarray) -> np.ndarray:
-    """Sorts hashes in place and returns the distinct ones. Ten times as fast as np.unique."""
-    hashes.sort()
-    return hashes[np.append(True, hashes[1:] != hashes[:-1])]
-
-
-def _mixed(words: np.ndarray) -> np.ndarray:
-    """Mixes the bits of uint32 hashes in place."""
-    words *= np.uint32(0x85EBCA6B)
-    words ^= words >> np.uint32(15)
-    return words
-
-
-def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
+def _combined(columns: list[np.ndarray]) -> np.ndarray:
     """Combines one array of hashes per position into a hash per sequence. The finalizer is lowbias32 (Wellons)."""
     hashes = columns[0].copy()
     for column in columns[1:]:
