@@ -54,6 +54,7 @@ class Intake:
         """Flushes all data to disk, then records the progress."""
         state = {"position": self.position, "tally": asdict(self.tally), "writer": self.writer.sync()}
         write_durably(self._progress_path, as_json(state))
+        self.writer.remove_compressed()
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""

@@ -67,7 +67,7 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._plain_text = plain_text
         self._compressed: list[Path] = []
-        self._to_remove: list[Path] = []
+        """Plain text that has been compressed."""
         if plain_text:
             plain_text.mkdir(exist_ok=True)
         state = state or {"finished": [], "open": []}
@@ -150,27 +150,21 @@ class ShardWriter:
             _sync(file)
             file.close()
         ids = self._path(opened.shard, IDS_SUFFIX)
-        paths = [ids.with_suffix(name) for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in opened.files]
-        beside = {path.name: sha256_of(path) for path in paths}
+        names = [f"{ids.stem}{name}" for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in opened.files]
         blocks = ids.with_suffix(BLOCKS_SUFFIX)
         with ids.open("rb") as file:
             write_durably(blocks, block_digests(file))
-        beside[blocks.name] = sha256_of(blocks)
+        names.append(blocks.name)
         if PLAIN_TEXT_SUFFIX in opened.files:
-            name = text_name(ids.name)
+            names.append(text_name(ids.name))
             plain = self._path(opened.shard, PLAIN_TEXT_SUFFIX)
-            compress(plain, self._folder / name)
-            beside[name] = sha256_of(self._folder / name)
+            compress(plain, self._folder / names[-1])
             self._compressed.append(plain)
+        beside = {name: sha256_of(self._folder / name) for name in names}
         self._finished.append(replace(opened.shard, sha256=sha256_of(ids), beside=beside))
 
     def sync(self) -> dict[str, Any]:
         """Flushes all data to disk and returns the state to resume from."""
-        # The last recorded state already contains the compressed files, so their sources are no longer needed.
-        for path in self._to_remove:
-            path.unlink(missing_ok=True)
-        self._to_remove = self._compressed
-        self._compressed = []
         for file in self._open_files():
             _sync(file)
         # Also sync the folders. Otherwise a crash could lose the directory entries of new files.
@@ -184,6 +178,11 @@ class ShardWriter:
                 for opened in self._open.values()
             ],
         }
+
+    def remove_compressed(self) -> None:
+        """Removes plain text that has been compressed. Call this after recording the result of `sync`."""
+        while self._compressed:
+            self._compressed.pop().unlink()
 
     def written(self) -> list[Shard]:
         """Returns all shards written so far. Open shards don't have a hash yet."""

@@ -20,7 +20,7 @@ from pretrain_tools.preparation.documents.document_index import UNDIVIDED, Input
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
-from pretrain_tools.preparation.text_files import has_text, stored_lines
+from pretrain_tools.preparation.text_files import TEXT_FOLDER, stored_lines
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -101,7 +101,7 @@ def slice_parts(
     """Yields a slice's documents in parts, in input order. The last part contains only counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
-    text = stored_lines(manifest) if has_text(manifest) else None
+    text = stored_lines(manifest) if (manifest.folder / TEXT_FOLDER).is_dir() else None
     part = first = read = 0
     while first < order.documents:
         documents = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))

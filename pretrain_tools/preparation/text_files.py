@@ -50,11 +50,6 @@ def text_name(shard: str) -> str:
     return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
 
 
-def has_text(manifest: Manifest) -> bool:
-    """Returns True if a prepared folder contains text files."""
-    return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
-
-
 def stored_lines(manifest: Manifest) -> Iterator[bytes]:
     """Yields one JSON line per document, in order.
 

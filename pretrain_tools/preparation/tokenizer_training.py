@@ -142,9 +142,9 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
     """Yields the documents that a preparation would read, without its limits."""
     for part in request.documents.parts(request.options.reading, BEGINNING):
-        found = read_part(part, request.options, request.split)
-        count_problems(found.problems, skipped, request.options)
-        yield from found.records
+        records, _, problems = read_part(part, request.options, request.split)
+        count_problems(problems, skipped, request.options)
+        yield from records
 
 
 def _trained(
