@@ -1,5 +1,6 @@
 """Defines the preparation request, and checks that it matches an existing folder."""
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,10 +55,11 @@ class PreparationOptions:
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
-        reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
+        reading["only"] = reading["only"] or None
         # Store disabled options as None, so that folders made before these options existed still match.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
-        return {**reading, **fields}
+        # Convert tuples to lists, as in a manifest.
+        return json.loads(json.dumps({**reading, **fields}))
 
     def within(self, documents: Documents) -> "PreparationOptions":
         """Returns a copy whose max_documents also respects the documents' own limit."""

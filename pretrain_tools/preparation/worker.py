@@ -68,8 +68,8 @@ class PartEncoder:
         near_duplicates = self.options.near_duplicates
         if near_duplicates is not None:
             near_duplicates.signatures(*near_duplicates.words([b"compiled once"]))
-        if self.options.cleaning is not None:
-            _ = self.options.cleaning.opened
+        for stage in self.options.cleaning.stages if self.options.cleaning else ():
+            stage.compile()
 
     def encode(self, part: Part) -> EncodedPart:
         """Reads, cleans and tokenizes one part of the input."""

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning import lm_eval_items
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.item_index import ItemIndex
@@ -45,15 +45,12 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
-class Decontamination:
+class Decontamination(CleaningStage):
     """Stage that removes documents that share `words` consecutive words with a benchmark item."""
 
+    label: ClassVar[str] = DECONTAMINATION
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
-
-    @property
-    def label(self) -> str:
-        return DECONTAMINATION
 
     def as_plan(self) -> dict[str, Any]:
         """Returns the manifest entry. `sought` is the number of items that are long enough to search for."""
@@ -86,11 +83,7 @@ class Decontamination:
 
         return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
 
-    def open(self) -> Judge:
-        _ = self._index
-        return self._judge
-
-    def _judge(self, batch: TextBatch) -> Verdicts:
+    def judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         for document, text in self._index.find(batch.texts):
             benchmark, item, *_ = self._texts[text]

@@ -18,12 +18,12 @@ from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain_tools.preparation.cleaning.quality_classifier import ClassifierFilter
-from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, TextBatch, Verdicts
 
 CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
-FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
+FILTERS: dict[str, type] = {filter_class.label: filter_class for filter_class in CLASSES}
 """{name: filter class}. The dataclass fields are the filter's parameters."""
 OFF = "off"
 """Value that turns a rule off."""
@@ -107,7 +107,7 @@ def parse_filter(text: str) -> CleaningStage:
 
 
 @dataclass(frozen=True)
-class UserFunction:
+class UserFunction(CleaningStage):
     """A user-defined filter, as in `--filter mine.py:keep`.
 
     keep(text) returns True to keep the document, False to remove it, or its new text. If the function has a parameter
@@ -144,22 +144,21 @@ class UserFunction:
     def as_plan(self) -> dict[str, Any]:
         return {"name": f"{Path(self.path).name}:{self.function}", "sha256": self.sha256}
 
-    def open(self) -> Judge:
+    def compile(self) -> None:
+        """Does nothing, because only real documents should reach the function."""
+
+    def judge(self, batch: TextBatch) -> Verdicts:
         keep = _load_function(self.path, self.function, self.sha256)
-
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, text in enumerate(batch.texts):
-                more = {"url": batch.urls[number]} if self.takes_url else {}
-                answer = self._answer(keep, text.decode(), more)
-                if isinstance(answer, bytes):
-                    if answer != text:
-                        verdicts.changed[number] = answer
-                elif not answer:
-                    verdicts.removed[number] = ""
-            return verdicts
-
-        return judge
+        verdicts = Verdicts()
+        for number, text in enumerate(batch.texts):
+            more = {"url": batch.urls[number]} if self.takes_url else {}
+            answer = self._answer(keep, text.decode(), more)
+            if isinstance(answer, bytes):
+                if answer != text:
+                    verdicts.changed[number] = answer
+            elif not answer:
+                verdicts.removed[number] = ""
+        return verdicts
 
     def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | bytes:
         try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import CODE, CleaningStage, TextBatch, Verdicts
 
 FUNCTION_WORDS = {
     "en": "the of and to that is was with for you have this are from they which not be at it were but his or had by",
@@ -46,14 +45,14 @@ CODE_OR_TABLE = "code or table"
 
 
 @dataclass(frozen=True)
-class LanguageFilter(NamedFilter):
+class LanguageFilter(CleaningStage):
     """Keeps documents in these languages (ISO 639-1 codes separated by +).
 
     `minimum` is the minimum confidence, and `characters` the sample size for lingua. If `code` is True, code and
     tables are kept in any language.
     """
 
-    name: ClassVar[str] = "language"
+    label: ClassVar[str] = "language"
     languages: tuple[str, ...]
     minimum: float = 0.65
     characters: int = 200
@@ -69,33 +68,25 @@ class LanguageFilter(NamedFilter):
         if problems:
             raise InputError(*problems)
 
-    def open(self) -> Judge:
-        from pretrain_tools.preparation.cleaning.forms import CODE
-
-        wanted = {ALIKE.get(language, language) for language in self.languages}
-
-        def judge(batch: TextBatch) -> Verdicts:
-            found = []
-            for number, text in enumerate(batch.texts):
-                if self.code and batch.forms[number] >= CODE:
-                    found.append((CODE_OR_TABLE, 1.0))
-                elif language := certain_language(text):
-                    found.append((language, 1.0))
-                else:
-                    found.append(detect_by_lingua(sample_of(text, self.characters)))
-            verdicts = Verdicts(values={"language": [language for language, _ in found]})
-            for number, (language, confidence) in enumerate(found):
-                if language not in wanted and language != CODE_OR_TABLE:
-                    verdicts.removed[number] = language
-                elif confidence < self.minimum:
-                    verdicts.removed[number] = "uncertain"
-                    # Round, because lingua's last digits aren't reproducible.
-                    verdicts.measured[number] = round(confidence, 4), self.minimum
-            return verdicts
-
-        # Load lingua's models (190 MB) and compile the kernels now, so that forked workers share them.
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        wanted = {CODE_OR_TABLE, *(ALIKE.get(language, language) for language in self.languages)}
+        found = []
+        for number, text in enumerate(batch.texts):
+            if self.code and batch.forms[number] >= CODE:
+                found.append((CODE_OR_TABLE, 1.0))
+            elif language := certain_language(text):
+                found.append((language, 1.0))
+            else:
+                found.append(detect_by_lingua(sample_of(text, self.characters)))
+        verdicts = Verdicts(values={"language": [language for language, _ in found]})
+        for number, (language, confidence) in enumerate(found):
+            if language not in wanted:
+                verdicts.removed[number] = language
+            elif confidence < self.minimum:
+                verdicts.removed[number] = "uncertain"
+                # Round, because lingua's last digits aren't reproducible.
+                verdicts.measured[number] = round(confidence, 4), self.minimum
+        return verdicts
 
 
 def certain_language(text: bytes) -> str | None:

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +16,7 @@ import numpy as np
 
 from pretrain.errors import InputError
 from pretrain.files import as_json, sha256_of, write_durably
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
@@ -33,30 +33,29 @@ CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
 
 
 @dataclass(frozen=True)
-class ClassifierFilter(NamedFilter):
+class ClassifierFilter(CleaningStage):
     """Keeps documents that a trained classifier scores at `minimum` or higher. `model` is the classifier's folder."""
 
-    name: ClassVar[str] = "classifier"
+    label: ClassVar[str] = "classifier"
     model: str
     minimum: float = 0.5
 
     def __post_init__(self) -> None:
-        read_classifier(self.model)
+        _ = self._weights
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        return read_classifier(self.model)
 
     def as_plan(self) -> dict[str, Any]:
         sha256 = sha256_of(Path(self.model, WEIGHTS_FILE))
         return super().as_plan() | {"model": Path(self.model).name, "sha256": sha256}
 
-    def open(self) -> Judge:
-        weights = read_classifier(self.model)
-
-        def judge(batch: TextBatch) -> Verdicts:
-            scores = quality_scores(batch.texts, weights)
-            verdicts = Verdicts(values={"classifier": [f"{np.floor(score * 20) / 20:.2f}" for score in scores]})
-            verdicts.removed = dict.fromkeys(np.flatnonzero(scores < self.minimum).tolist(), "")
-            return verdicts
-
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        scores = quality_scores(batch.texts, self._weights)
+        verdicts = Verdicts(values={"classifier": [f"{np.floor(score * 20) / 20:.2f}" for score in scores]})
+        verdicts.removed = dict.fromkeys(np.flatnonzero(scores < self.minimum).tolist(), "")
+        return verdicts
 
 
 def read_classifier(folder: str) -> np.ndarray:

@@ -82,13 +82,12 @@ class HubDataset:
     @property
     def total_bytes(self) -> int | None:
         """Size in memory of the rows to read, in bytes; None for a stream."""
-        return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
+        if self.streaming:
+            return None
+        rows = self.rows if self._maximum_rows is None else min(self.rows, self._maximum_rows)
+        return self.rows_of.data.nbytes * rows // max(1, self.rows)
 
     expected_text_bytes = total_bytes
-
-    @property
-    def _rows_to_read(self) -> int:
-        return self.rows if self._maximum_rows is None else min(self.rows, self._maximum_rows)
 
     @property
     def _maximum_rows(self) -> int | None:
@@ -141,20 +140,13 @@ class HubDataset:
         rows_before: number of earlier rows.
         """
         first_row = first * ROWS_PER_PART
-        if not self.streaming:
-            stop = self._rows_to_read
-            starts = range(first_row, stop, ROWS_PER_PART)
-            return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
         rows = self.rows_of
         files = len(self.source_names)
         if files > 1:
             rows = rows.shard(num_shards=files, index=file, contiguous=True)
         if self._maximum_rows is not None:
-            left = self._maximum_rows - rows_before
-            if left == 0:
-                return iter(())
             # `take` is applied before `skip`, so add the rows of this file that will be skipped.
-            rows = rows.take(left + first_row)
+            rows = rows.take(self._maximum_rows - rows_before + first_row)
         return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
@@ -164,7 +156,6 @@ class HubDataset:
 
         Raises InputError if a field is missing.
         """
-        total = self.total_bytes
         place = first * ROWS_PER_PART
         for table in self._tables(file, first, rows_before):
             try:
@@ -172,7 +163,7 @@ class HubDataset:
             except DamagedFileError as error:
                 raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
             place += table.num_rows
-            yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
+            yield records, table.nbytes
 
 
 def joined_documents(

@@ -120,11 +120,8 @@ def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before
 
 def fields_record(place: int, values: dict[str, Any], reading: Reading, available: Sequence[str] = ()) -> Record:
     """Builds a record from {field: value, or MISSING}. available: existing fields, for messages."""
-    if MISSING in values.values():
-        missing = next(name for name, value in values.items() if value is MISSING)
-        return Record(place, None, f"no field {missing!r} (fields: {', '.join(available[:12]) or 'none'})")
-    if reading.is_plain:
-        return text_record(place, values[reading.text_field], reading.text_field)
+    if missing := [name for name, value in values.items() if value is MISSING]:
+        return Record(place, None, f"no field {missing[0]!r} (fields: {', '.join(available[:12]) or 'none'})")
     if any(as_text(values[name]) not in allowed for name, allowed in reading.only):
         return Record(place, None)
     if reading.template is None:
