@@ -20,7 +20,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
 from pretrain.terminal import say
@@ -115,7 +115,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
     """Prepares a folder of shards or one slice. Returns the exit status."""
     from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.inspect import figure_lines
-    from pretrain_tools.preparation.prepare import StoppedError, prepare
+    from pretrain_tools.preparation.prepare import prepare
     from pretrain_tools.preparation.progress import Progress
 
     started = time.monotonic()
@@ -126,11 +126,12 @@ def prepare_shards(request: "PreparationRequest") -> int:
             note = f"{tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok"
             progress.update(tally.input_bytes, note)
 
+        signal.signal(signal.SIGTERM, interrupt)
         try:
             outcome = prepare(request, report)
-        except StoppedError as stop:
+        except KeyboardInterrupt as stop:
             say(f"stopped; run the same command again to resume {output}", sys.stderr)
-            return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
+            return EXIT_PREEMPTED if stop.args else EXIT_INTERRUPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
     print("\n".join(figure_lines(outcome.manifest, Tally.recorded(output))))
@@ -142,6 +143,11 @@ def prepare_shards(request: "PreparationRequest") -> int:
     print(f"Next: train a model with this vocabulary of {ids:,} tokens (vocab_size: auto in the recipe):")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handles SIGTERM like Ctrl-C."""
+    raise KeyboardInterrupt(number)
 
 
 def warn_of_empty_splits(manifest: "Manifest", fraction: float) -> None:

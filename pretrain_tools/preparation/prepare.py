@@ -6,11 +6,10 @@ last.
 
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.files import as_json, sync_files, sync_folder, write_durably
+from pretrain.files import as_json, delete, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain.terminal import say
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
@@ -41,9 +40,7 @@ from pretrain_tools.preparation.plan import (
     source_differences,
 )
 from pretrain_tools.preparation.progress import Progress
-from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices
-from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder
 from pretrain_tools.preparation.workers import Perform, performed
 
@@ -61,18 +58,14 @@ class PreparationOutcome:
     already_done: bool
 
 
-class StoppedError(Exception):
-    """Raised after a stop signal, with the signal number as its argument. Finished work is saved."""
-
-
 Report = Callable[[Tally], None]
 
 
 def prepare(request: PreparationRequest, report: Report = lambda tally: None) -> PreparationOutcome:
     """Prepares the folder `request.output`, or resumes it. Does nothing if the folder is already complete.
 
-    Raises InputError if the input is unusable or the folder was made with different options or input. Raises
-    StoppedError after a signal.
+    Raises InputError if the input is unusable or the folder was made with different options or input. After a
+    KeyboardInterrupt at any moment, the same call resumes it.
     """
     output = request.output
     plan = request.plan()
@@ -101,7 +94,11 @@ def prepare(request: PreparationRequest, report: Report = lambda tally: None) ->
             except InputError:
                 # Keep work from earlier processes, and work committed by this one.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
-                    _discard(output, existed)
+                    # The folder was new or empty.
+                    for path in output.iterdir():
+                        delete(path)
+                    if not existed:
+                        output.rmdir()
                 raise
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
@@ -116,18 +113,6 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         return None
     refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
     return PreparationOutcome(read_manifest(output), already_done=True)
-
-
-def _discard(output: Path, existed: bool) -> None:
-    """Removes all files that a failed preparation wrote."""
-    for path in shard_files(output):
-        path.unlink()
-    for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
-        (output / name).unlink(missing_ok=True)
-    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
-        shutil.rmtree(output / name, ignore_errors=True)
-    if not existed:
-        output.rmdir()
 
 
 @dataclass
@@ -184,19 +169,17 @@ class _Run:
             all_options = replace(options, slice=label)
             prepare(replace(self.request, output=self.slices[0], options=all_options), self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
-        with stop_signals() as stop_if_asked:
-            work = self.state_folder / "near_duplicates"
-            search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            for stage in STAGES:
-                jobs = search.missing(stage)
-                progress = Progress(len(jobs), " tasks", f"near duplicates, {stage}")
-                with closing(progress), closing(self._performed(search.perform, jobs)) as tasks:
-                    for done, _ in enumerate(tasks if jobs else (), 1):
-                        stop_if_asked()
-                        progress.update(done)
-            duplicates = search.duplicates()
-            report = report_of(search, duplicates, manifests)
-            write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
+        work = self.state_folder / "near_duplicates"
+        search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
+        for stage in STAGES:
+            jobs = search.missing(stage)
+            progress = Progress(len(jobs), " tasks", f"near duplicates, {stage}")
+            with closing(progress), closing(self._performed(search.perform, jobs)) as tasks:
+                for done, _ in enumerate(tasks if jobs else (), 1):
+                    progress.update(done)
+        duplicates = search.duplicates()
+        report = report_of(search, duplicates, manifests)
+        write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
 
     def _load_progress(self) -> dict[str, Any]:
@@ -225,7 +208,7 @@ class _Run:
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
         try:
-            with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
+            with closing(self._encoded(intake.position, encoder)) as parts:
                 for encoded in parts:
                     intake.add(encoded)
                     self.report(intake.tally)
@@ -234,12 +217,11 @@ class _Run:
                     if time.monotonic() - committed > COMMIT_SECONDS:
                         intake.commit()
                         committed = time.monotonic()
-                    stop_if_asked()
             if not intake.tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
-        except (InputError, StoppedError):
-            # Save the work done before the bad record or the signal.
+        except InputError:
+            # Save the work done before the bad record.
             if intake.tally.documents:
                 intake.commit()
             raise
@@ -305,27 +287,3 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], None]]:
-    """Defers SIGINT and SIGTERM. Yields a function that raises StoppedError if a signal has arrived.
-
-    A second signal takes effect immediately.
-    """
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    def stop_if_asked() -> None:
-        if received:
-            raise StoppedError(received[0])
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop_if_asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
