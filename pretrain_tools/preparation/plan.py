@@ -61,11 +61,6 @@ class PreparationOptions:
         # Convert tuples to lists, as in a manifest.
         return json.loads(json.dumps({**reading, **fields}))
 
-    def within(self, documents: Documents) -> "PreparationOptions":
-        """Returns a copy whose max_documents also respects the documents' own limit."""
-        limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
-        return replace(self, max_documents=min(limits, default=None))
-
 
 @dataclass(frozen=True)
 class PreparationRequest:

@@ -39,8 +39,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     _read_counts(arguments, problems)
     problems += _contradictions(arguments)
     problems.attempt(load_extensions, arguments.extensions)
-    options = _options(arguments, problems)
-    documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
+    documents = problems.attempt(_documents, arguments)
+    options = _options(arguments, documents, problems)
     tokenizer = None
     if arguments.tokenizer:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
@@ -50,9 +50,9 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
     engines = arguments.engine.split(",")
     on_ray = "ray" in engines
-    engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
-    if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
+    for engine in engines:
+        if engine not in ENGINES:
+            problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = available_cores()
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -60,10 +60,10 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     slice = problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None
     request = PreparationRequest(
         documents,
-        options.within(documents) if documents else options,
+        options,
         tokenizer,
         destination.local if destination else Path(arguments.output or ""),
-        engine=engine,
+        engine="reference" if "reference" in engines else "auto",
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
@@ -153,21 +153,24 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
     return [problem for problem, is_there in checks.items() if is_there]
 
 
-def _documents(arguments: argparse.Namespace) -> Documents:
+def _documents(arguments: argparse.Namespace) -> Documents | None:
     if arguments.dataset:
         return open_dataset(arguments.dataset, arguments.subset, arguments.split, arguments.streaming)
-    return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+    if arguments.input:
+        return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+    return None
 
 
 def _either(allowed: Sequence[str]) -> str:
     return f"{', '.join(allowed[:-1])} or {allowed[-1]}"
 
 
-def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOptions:
+def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
     """Creates the options that affect the output. Adds invalid ones to `problems`."""
     for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}: must be {_either(allowed)}")
+    most_documents = [arguments.max_documents, documents and documents.maximum_documents]
     threshold = arguments.near_duplicates
     if arguments.clean and not arguments.deduplicate:
         threshold = threshold or CLEAN_NEAR_DUPLICATES
@@ -176,7 +179,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         format=arguments.input_format,
         validation_fraction=_fraction(problems, arguments.validation_fraction),
         shard_tokens=arguments.shard_tokens,
-        max_documents=arguments.max_documents,
+        max_documents=min((limit for limit in most_documents if limit is not None), default=None),
         max_tokens=arguments.max_tokens,
         on_error=arguments.on_error,
         max_errors=arguments.max_errors,
@@ -191,10 +194,11 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
 def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
     """Creates the cleaning stages. Adds invalid options to `problems`."""
     has_urls = arguments.url_field is not None
-    filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
+    cleaning = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, arguments.decontaminate_words)
-    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
-    return Cleaning(stages) if stages else None
+    if decontamination:
+        cleaning = Cleaning((*(cleaning.stages if cleaning else ()), decontamination))
+    return cleaning
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

@@ -74,10 +74,7 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Pa
 
 
 def merged_parts(
-    folders: Sequence[Path],
-    start: Position,
-    input_bytes: int,
-    removed: np.ndarray,
+    folders: Sequence[Path], start: Position, input_bytes: int, removed: np.ndarray
 ) -> Iterator[EncodedPart]:
     """Yields the documents in all slices in order, beginning at `start`, a (slice, part) position.
 
