@@ -54,14 +54,7 @@ def main() -> int:
     elif arguments.train_classifier:
         train_filter(arguments)
     else:
-        request = read_request(arguments)
-        try:
-            return carry_out(request)
-        finally:
-            if request.on_ray:
-                from pretrain_tools.preparation.ray_workers import stop_ray
-
-                stop_ray()
+        return carry_out(read_request(arguments))
     return 0
 
 

@@ -182,16 +182,12 @@ def _root(parents: dict[int, int], document: int) -> int:
 def _same_keys(entries: np.ndarray) -> np.ndarray:
     """Pairs each document with two earlier documents that have the same key: the first one and the previous one."""
     keys = entries >> np.uint64(32)
-    repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
-    if not len(repeats):
-        return np.empty(0, np.uint64)
     documents = entries & np.uint64(0xFFFFFFFF)
-    is_first = np.ones(len(keys), bool)
-    is_first[repeats] = False
-    firsts = np.flatnonzero(is_first)
-    first = documents[firsts[np.cumsum(is_first)[repeats] - 1]]
-    earlier = np.concatenate([first, documents[repeats - 1]])
-    return np.unique(np.tile(documents[repeats], 2) << np.uint64(32) | earlier)
+    starts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    firsts = np.repeat(documents[starts], np.diff(starts, append=len(keys)))
+    later = np.flatnonzero(documents != firsts)
+    earlier = np.concatenate([firsts[later], documents[later - 1]])
+    return np.unique(np.tile(documents[later], 2) << np.uint64(32) | earlier)
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:

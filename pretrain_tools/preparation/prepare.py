@@ -42,7 +42,7 @@ from pretrain_tools.preparation.plan import (
 from pretrain_tools.preparation.progress import Progress
 from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.worker import PartEncoder
-from pretrain_tools.preparation.workers import Perform, performed
+from pretrain_tools.preparation.workers import Perform, performed, performed_on_ray
 
 FIRST_PASS = "documents"
 """Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
@@ -130,8 +130,8 @@ class _Run:
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
-        self.removed = np.empty(0, np.uint32)
-        """Sorted indices of the near duplicates to remove."""
+        self.removed: np.ndarray | None = None
+        """(documents in all slices,) bool: True for near duplicates to remove."""
 
     def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
@@ -180,7 +180,8 @@ class _Run:
         duplicates = search.duplicates()
         report = report_of(search, duplicates, manifests)
         write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
-        self.removed = duplicates["document"]
+        self.removed = np.zeros(search.order.documents, bool)
+        self.removed[duplicates["document"]] = True
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -261,8 +262,6 @@ class _Run:
         """Runs jobs in local processes or on a Ray cluster, and yields the results in order."""
         request = self.request
         if request.on_ray:
-            from pretrain_tools.preparation.ray_workers import performed_on_ray
-
             return performed_on_ray(perform, jobs, request.workers, request.ray_address)
         return performed(perform, jobs, request.workers)
 

@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
@@ -38,19 +39,20 @@ def read_cleaning(
     problems.
     """
     problems = Problems()
-    stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
-    labels = [stage.label for stage in stages]
+    stages = [problems.attempt(parse_filter, text) for text in given]
+    labels = [stage.label for stage in stages if stage]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     problems += [f"--filter {label}: specified twice; remove one of them" for label in twice]
-    for stage in stages if not has_urls else ():
-        if isinstance(stage, UserFunction) and stage.takes_url:
+    for stage in stages:
+        if isinstance(stage, UserFunction) and stage.takes_url and not has_urls:
             problems.append(f"--filter {stage.label}(text, url): requires --url_field FIELD, the field with the URL")
+    first = []
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
-        judged = problems.attempt(LanguageFilter, names, code=clean)
-        first = [judged, *(sensible_set(names == ("en",)) if clean else ())]
-        stages = [stage for stage in first if stage is not None and stage.label not in labels] + stages
+        first.append(problems.attempt(LanguageFilter, names, code=clean))
+        first += sensible_set(names == ("en",)) if clean else []
     problems.stop_if_any()
+    stages = [stage for stage in first if stage.label not in labels] + stages
     return Cleaning(tuple(stages)) if stages else None
 
 
@@ -59,9 +61,8 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 
     Unlike FineWeb, checks quality first, because checking repetition is slower. Both orders keep the same documents.
     """
-    quality = GopherQuality(max_words=None)
     return [
-        quality if is_english else replace(quality, min_stop_words=None),
+        GopherQuality(max_words=None, min_stop_words=2 if is_english else None),
         GopherRepetition(),
         C4Quality(endings=False, max_curly_brackets=0.005),
         FineWebQuality(),
@@ -102,8 +103,8 @@ def parse_filter(text: str) -> CleaningStage:
     try:
         return TypeAdapter(FILTERS[name]).validate_python(values)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise InputError(*(f"--filter {text}: {problem}" for problem in wrong)) from None
+        wrong = [f"--filter {text}: {problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
+        raise InputError(*wrong) from None
 
 
 @dataclass(frozen=True)
@@ -153,24 +154,22 @@ class UserFunction(CleaningStage):
         for number, text in enumerate(batch.texts):
             more = {"url": batch.urls[number]} if self.takes_url else {}
             answer = self._answer(keep, text.decode(), more)
-            if isinstance(answer, bytes):
-                if answer != text:
-                    verdicts.changed[number] = answer
+            if isinstance(answer, str):
+                if answer.encode() != text:
+                    verdicts.changed[number] = answer.encode()
             elif not answer:
                 verdicts.removed[number] = ""
         return verdicts
 
-    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | bytes:
+    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | str:
         try:
             answer = keep(text, **more)
-            if isinstance(answer, str):
-                return answer.encode()
         except Exception as error:  # user code may raise anything
             raise InputError(
                 f"--filter {self.path}:{self.function}: failed with {type(error).__name__}: {one_line(error)} for the "
                 f"text {text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
-        if type(answer).__name__ != "bool":  # Python's or numpy's
+        if not isinstance(answer, bool | np.bool | str):
             raise InputError(
                 f"--filter {self.path}:{self.function}: must return True, False or a str, but returned {answer!r} for "
                 f"the text {text[:80]!r}"

@@ -66,10 +66,11 @@ class NearDuplicates:
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the documents' (words, ends); see folded_words."""
-        from pretrain_tools.preparation.cleaning.folded_words import folded_words
+        """Returns (uint32 hashes of all documents' folded words, end index of each document)."""
+        from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
-        return folded_words(texts, self.shingle_words)
+        divided = folded_texts(texts, self.shingle_words)
+        return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
 
     def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Returns the signatures, (documents, signature_bytes) uint8, for the result of `words`."""
@@ -132,17 +133,14 @@ def _fill_empty_bins(values: np.ndarray) -> None:
     bins = values.shape[1]
     empty = values == EMPTY
     rows, columns = np.nonzero(empty)
-    for draw in range(DONORS):
+    for draw in range(DONORS + bins - 1):
         if not len(rows):
             return
-        donors = _combined([columns.astype(np.uint32), np.full(len(columns), draw, np.uint32)]) % np.uint32(bins)
+        if draw < DONORS:
+            donors = _combined([columns.astype(np.uint32), np.full(len(columns), draw, np.uint32)]) % np.uint32(bins)
+        else:
+            donors = (columns + draw - DONORS + 1) % bins
         found = ~empty[rows, donors]
         values[rows[found], columns[found]] = values[rows[found], donors[found]]
         rows = rows[~found]
         columns = columns[~found]
-    if len(rows):
-        which, inverse = np.unique(rows, return_inverse=True)
-        places = np.where(empty[which], 2 * bins, np.arange(bins))
-        places = np.concatenate([places, places + bins], axis=1)
-        following = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1] % bins
-        values[rows, columns] = values[rows, following[inverse, columns]]

@@ -1,6 +1,7 @@
 """Builds records (one document each) from fields, and filters them."""
 
 import codecs
+import hashlib
 import json
 import re
 import string
@@ -79,6 +80,12 @@ class Reading:
             return False
         characters = len(text.decode())
         return characters < (self.min_characters or 0) or characters > (self.max_characters or characters)
+
+
+def is_drawn(text: bytes, fraction: float, first_byte: int = 0) -> bool:
+    """Draws a random fraction of all texts, based on eight bytes of their SHA-256 from `first_byte` on."""
+    # Never change this, because a document must be in the same split in all prepared folders.
+    return int.from_bytes(hashlib.sha256(text).digest()[first_byte : first_byte + 8], "big") < fraction * 2.0**64
 
 
 def template_problem(template: str) -> str | None:
