@@ -81,11 +81,7 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
-        arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
-        suspected = [number for number, ids in enumerate(arrays) if ids is None]
-        for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
-            arrays[number] = ids
-        return arrays
+        return [self.reference.encode([text])[0] if self._has_special(text) else self._encode(text) for text in texts]
 
     def _has_special(self, text: bytes) -> bool:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
@@ -108,10 +104,10 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     try:
         encoder = FastEncoder(tokenizer)
         encoder.compare([text.encode() for text in AGREEMENT_TEXTS])
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except DisagreementError as error:
         return ReferenceEncoder(tokenizer), str(error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:  # a panic in Rust code is a BaseException
         return ReferenceEncoder(tokenizer), f"gigatoken cannot load this tokenizer ({one_line(error)})"
     return encoder, None

@@ -226,8 +226,6 @@ class _Run:
             if intake.tally.documents:
                 intake.commit()
             raise
-        finally:
-            intake.writer.close()
 
     def _nothing_found(self, tally: Tally, is_first_too_long: bool) -> str:
         if is_first_too_long:

@@ -72,20 +72,18 @@ def train_tokenizer(request: PreparationRequest) -> None:
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if size < smallest and base is None:
         raise InputError(f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus the special tokens)")
-    # Omit defaults, so that folders made before these options existed still match.
-    chosen = {
-        "pre_tokenizer": request.pre_tokenizer,
-        "special_tokens": special_tokens,
-        "extends": base and {"name": base.name, "sha256": base.sha256},
-    }
     record = {
         "vocabulary_size": size,
         "sample_bytes": limit,
-        **{name: value for name, value in chosen.items() if value},
+        "pre_tokenizer": request.pre_tokenizer,
+        "special_tokens": special_tokens,
+        "extends": base and {"name": base.name, "sha256": base.sha256},
         "options": request.options.as_plan(),
         "sources": request.documents.description(),
         **request.split.as_plan(),
     }
+    # Omit defaults, so that folders made before these options existed still match.
+    record = {name: value for name, value in record.items() if value}
     refuse_other_files(output, RECORD_FILE)
     if (output / RECORD_FILE).is_file():
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")

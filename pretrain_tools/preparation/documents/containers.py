@@ -59,7 +59,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
         last = sum(rows[: groups.stop])
         try:
             with _readable_as("parquet"):
-                columns = _columns_of(table.schema_arrow, reading)
+                columns = list({_column_of(table.schema_arrow, name) for name in reading.fields})
                 # Read row groups one by one, so that a damaged group doesn't affect earlier ones.
                 batches = (
                     batch
@@ -85,10 +85,6 @@ def parquet_row_group_bytes(path: str) -> list[int]:
     except DamagedFileError:
         return []
     return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-
-
-def _columns_of(schema: Any, reading: Reading) -> list[str]:
-    return list(dict.fromkeys(_column_of(schema, name) for name in reading.fields))
 
 
 def _column_of(schema: Any, field: str) -> str:
@@ -145,7 +141,8 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
         try:
-            _columns_of(table.schema, reading)
+            for name in reading.fields:
+                _column_of(table.schema, name)
         except DamagedFileError as error:
             raise DamagedFileError(str(error), sum(batch.num_rows for batch in batches)) from None
         pieces = (

@@ -129,21 +129,6 @@ class HubDataset:
                 rows_before += len(found)
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
-    def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, starting at part `first` of a file.
-
-        rows_before: number of earlier rows.
-        """
-        first_row = first * ROWS_PER_PART
-        rows = self.rows_of
-        files = len(self.source_names)
-        if files > 1:
-            rows = rows.shard(num_shards=files, index=file, contiguous=True)
-        if self.maximum_rows is not None:
-            # `take` is applied before `skip`, so add the rows of this file that will be skipped.
-            rows = rows.take(self.maximum_rows - rows_before + first_row)
-        return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
-
     def _records(
         self, file: int, first: int, rows_before: int, reading: Reading
     ) -> Iterator[tuple[list[Record], int]]:
@@ -152,7 +137,14 @@ class HubDataset:
         Raises InputError if a field is missing.
         """
         place = first * ROWS_PER_PART
-        for table in self._tables(file, first, rows_before):
+        rows = self.rows_of
+        files = len(self.source_names)
+        if files > 1:
+            rows = rows.shard(num_shards=files, index=file, contiguous=True)
+        if self.maximum_rows is not None:
+            # `take` is applied before `skip`, so add the rows of this file that will be skipped.
+            rows = rows.take(self.maximum_rows - rows_before + place)
+        for table in rows.skip(place).iter(batch_size=ROWS_PER_PART):
             try:
                 records = list(table_records(table, reading, place))
             except DamagedFileError as error:
