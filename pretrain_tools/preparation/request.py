@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.data.manifest import MANIFEST_FILE
@@ -111,41 +110,40 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
     """Lists problems with missing or conflicting options."""
+    training = arguments.train_tokenizer
     cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    has_parts = [arguments.slice is not None, arguments.merge_slices is not None]
+    is_slice = arguments.slice is not None
+    has_slices = is_slice or arguments.merge_slices is not None
     checks = {
         "use either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
         "--output FOLDER is required": not arguments.output,
         "use either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
-            not arguments.tokenizer and not arguments.train_tokenizer
+            not arguments.tokenizer and not training
         ),
         "--pre_tokenizer and --special_tokens require --train_tokenizer SIZE": (
-            (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
+            (arguments.pre_tokenizer or arguments.special_tokens) and not training
         ),
         "--pre_tokenizer: cannot be combined with --tokenizer, which keeps its own pre-tokenizer": (
             arguments.pre_tokenizer and arguments.tokenizer
         ),
-        f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
-            arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
-        ),
         "--special_tokens: a special token cannot be empty": "" in arguments.special_tokens,
         "--write_text: cannot be combined with --train_tokenizer, which does not create shards": (
-            arguments.train_tokenizer and arguments.write_text
+            training and arguments.write_text
         ),
         "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
-            arguments.train_tokenizer and cleaning
+            training and cleaning
         ),
         f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
-            any(has_parts) and limits
+            has_slices and limits
         ),
-        "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
+        "use either --slice I/N, or --merge_slices N once all slices are prepared": (
+            is_slice and arguments.merge_slices
+        ),
         "--slice: not supported with --dataset; use its files instead, such as "
-        "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": any(has_parts) and arguments.dataset,
-        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": (
-            any(has_parts) and arguments.train_tokenizer
-        ),
+        "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": has_slices and arguments.dataset,
+        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": has_slices and training,
         "--deduplicate: not needed with --near_duplicates, which also removes exact duplicates; omit it": (
             arguments.deduplicate and arguments.near_duplicates
         ),
@@ -161,15 +159,13 @@ def _documents(arguments: argparse.Namespace) -> Documents | None:
     return None
 
 
-def _either(allowed: Sequence[str]) -> str:
-    return f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-
-
 def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
     """Creates the options that affect the output. Adds invalid ones to `problems`."""
-    for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
-        if (given := getattr(arguments, name)) not in allowed:
-            problems.append(f"--{name} {given}: must be {_either(allowed)}")
+    choices = {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip"), "pre_tokenizer": tuple(PRE_TOKENIZERS)}
+    for name, allowed in choices.items():
+        given = getattr(arguments, name)
+        if given is not None and given not in allowed:
+            problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
     most_documents = [arguments.max_documents, documents and documents.maximum_documents]
     threshold = arguments.near_duplicates
     if arguments.clean and not arguments.deduplicate:
