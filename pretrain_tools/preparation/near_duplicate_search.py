@@ -141,8 +141,8 @@ class DuplicateSearch:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             block = pairs[first : first + PAIRS_AT_ONCE]
             for one, other in block[self._are_alike(block)].tolist():
-                roots = _root(parents, one), _root(parents, other)
-                if roots[0] == roots[1]:
+                roots = {_root(parents, one), _root(parents, other)}
+                if len(roots) == 1:
                     continue
                 if self.settings.similarity(words(one), words(other)) >= self.settings.threshold:
                     parents[max(roots)] = min(roots)

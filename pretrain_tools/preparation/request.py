@@ -20,7 +20,6 @@ from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
 from pretrain_tools.preparation.documents.records import Reading, template_problem
 from pretrain_tools.preparation.documents.sources import Files, find_sources
-from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice, slice_of
 from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD_FILE
@@ -50,7 +49,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     engines = arguments.engine.split(",")
     on_ray = "ray" in engines
     for engine in engines:
-        if engine not in ENGINES:
+        if engine not in ("auto", "reference", "ray"):
             problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = available_cores()
     most = max(256, 16 * cores)

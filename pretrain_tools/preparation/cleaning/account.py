@@ -75,14 +75,12 @@ class CleaningAccount:
         """
         text = record.text
         self._add_rules(record.source, {rule: {"documents": 1, "bytes": len(text)}})
-        drawn = self.samples.setdefault(rule, {})
-        digest = _digest_of(text)
-        if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
-            excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-            sample = {"source": record.source, "place": record.place, "bytes": len(text), "text": excerpt}
-            if measured is not None:
-                sample["value"], sample["limit"] = measured
-            self.samples[rule] = _smallest({digest: sample} | drawn, SAMPLES_PER_RULE)
+        excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
+        sample = {"source": record.source, "place": record.place, "bytes": len(text), "text": excerpt}
+        if measured is not None:
+            sample["value"], sample["limit"] = measured
+        drawn = {_digest_of(text): sample} | self.samples.get(rule, {})
+        self.samples[rule] = _smallest(drawn, SAMPLES_PER_RULE)
 
     def _add_rules(self, source: str, rules: Mapping[str, dict[str, int]]) -> None:
         if source not in self.by_source and len(self.by_source) >= MOST_SOURCES_COUNTED:

@@ -103,12 +103,11 @@ def template_problem(template: str) -> str | None:
 
 def find_field(value: Any, name: str) -> Any:
     """Finds a field in a JSON object by its name or dotted path; MISSING if it doesn't exist."""
-    found = value.get(name, MISSING)
-    if found is MISSING and "." in name:
-        found = value
-        for step in name.split("."):
-            found = found.get(step, MISSING) if isinstance(found, dict) else MISSING
-    return found
+    if name in value:
+        return value[name]
+    for step in name.split("."):
+        value = value.get(step, MISSING) if isinstance(value, dict) else MISSING
+    return value
 
 
 def object_record(place: int, value: Any, reading: Reading) -> Record:
