@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
-from pretrain_tools.preparation.cleaning.published import DOTS
-from pretrain_tools.preparation.cleaning.stages import CODE, LINES, PARAGRAPHS, TABLE
+from pretrain_tools.preparation.cleaning.document_types import CODE, LINES, PARAGRAPHS, TABLE
 
 LONG_LINE = 120
 """Maximum line length in hard-wrapped text. A longer line is a paragraph."""
@@ -23,6 +22,7 @@ SIGN_KINDS = np.zeros(256, np.uint8)
 """(256,): 1 + index in SIGNS for each byte; 0 for other bytes."""
 for number, signs in enumerate(SIGNS, start=1):
     SIGN_KINDS[list(signs)] = number
+DOTS = (b"...", "…".encode())
 FEWEST_LINES = 10
 """Shorter documents are never classified as code or tables."""
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
-from pretrain_tools.preparation.cleaning.stages import CODE, CleaningStage, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.document_types import CODE
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 FUNCTION_WORDS = {
     "en": "the of and to that is was with for you have this are from they which not be at it were but his or had by",

@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.stages import (
-    CODE,
-    LINES,
-    PARAGRAPHS,
-    TABLE,
-    CleaningStage,
-    TextBatch,
-    Verdicts,
-)
+from pretrain_tools.preparation.cleaning.document_types import CODE, LINES, PARAGRAPHS, TABLE
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 1 << 20
 """Batch size in bytes. Intermediate arrays of this size fit in the CPU cache."""
-PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Document types. PARAGRAPHS: each line is a paragraph. LINES: hard-wrapped text, with sentences that span several
-lines. CODE: source code. TABLE: rows of cells."""
 
 
 @dataclass
