@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from pretrain.data.data_record import numbers_in
-from pretrain_tools.preparation.documents.records import Record
+
+# These modules import numpy, which runs.py --help must not do.
+if TYPE_CHECKING:
+    from pretrain_tools.preparation.documents.records import Record
 
 KEPT = "kept"
 """Used instead of a rule's name for documents that weren't removed."""
@@ -65,7 +67,7 @@ class CleaningAccount:
         """{rule: documents, bytes} without KEPT."""
         return {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
 
-    def add_document(self, rule: str, record: Record, measured: tuple[float, float] | None = None) -> None:
+    def add_document(self, rule: str, record: "Record", measured: tuple[float, float] | None = None) -> None:
         """Counts a document that was removed by a rule or kept.
 
         Args:
@@ -171,6 +173,8 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
 
 def ranges_text(numbers: Iterable[int]) -> str:
     """Formats numbers as ranges: {0, 4, 5, 6} becomes '0,4-6'."""
+    import numpy as np
+
     ordered = np.array(sorted(numbers), np.int64)
     runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs if len(run))

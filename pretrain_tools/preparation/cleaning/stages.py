@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
-from pretrain_tools.preparation.documents.records import Record
 
-# These modules import numba, which is slow.
+# These modules import numpy and numba, which are slow.
 if TYPE_CHECKING:
+    import numpy as np
+
     from pretrain_tools.preparation.cleaning.compiled import DividedTexts
     from pretrain_tools.preparation.cleaning.forms import Lines
+    from pretrain_tools.preparation.documents.records import Record
 
 BATCH_BYTES = 1 << 20
 """Batch size in bytes. Intermediate arrays of this size fit in the CPU cache."""
@@ -46,7 +46,7 @@ class TextBatch:
         return Lines(self.divided.text, self.divided.lines, len(self))
 
     @cached_property
-    def forms(self) -> np.ndarray:
+    def forms(self) -> "np.ndarray":
         """(documents,) type of each document, detected before any changes: PARAGRAPHS, LINES, CODE or TABLE."""
         from pretrain_tools.preparation.cleaning.forms import forms_of
 
@@ -106,7 +106,7 @@ class Cleaning:
         """Returns the manifest entry."""
         return [stage.as_plan() for stage in self.stages]
 
-    def clean(self, records: Sequence[Record]) -> tuple[list[Record], CleaningAccount]:
+    def clean(self, records: "Sequence[Record]") -> "tuple[list[Record], CleaningAccount]":
         """Runs all stages. Returns (kept documents with their new text, statistics for all documents)."""
         account = CleaningAccount()
         cleaned = []
@@ -114,7 +114,7 @@ class Cleaning:
             cleaned += self._clean(records[first:stop], account)
         return cleaned, account
 
-    def _clean(self, kept: Sequence[Record], account: CleaningAccount) -> list[Record]:
+    def _clean(self, kept: "Sequence[Record]", account: CleaningAccount) -> "list[Record]":
         """Runs all stages on a batch. Returns the kept documents with their new text."""
         batch = TextBatch([record.text for record in kept], [record.url for record in kept])
         for stage in self.stages:
