@@ -20,9 +20,10 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
+from pretrain.terminal import say
 from pretrain_tools.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
@@ -53,14 +54,7 @@ def main() -> int:
     elif arguments.train_classifier:
         train_filter(arguments)
     else:
-        request = read_request(arguments)
-        try:
-            return carry_out(request)
-        finally:
-            if request.on_ray:
-                from pretrain_tools.preparation.ray_workers import stop_ray
-
-                stop_ray()
+        return carry_out(read_request(arguments))
     return 0
 
 
@@ -71,13 +65,9 @@ def carry_out(request: "PreparationRequest") -> int:
         destination.open()
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and destination:
-        copied = destination.fill(say)
+        copied = destination.fill()
         print(f"{destination.shown}: {copied} files copied; {destination.local} is no longer needed")
     return status
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def verify(folder: str) -> None:
@@ -118,17 +108,23 @@ def prepare_shards(request: "PreparationRequest") -> int:
     """Prepares a folder of shards or one slice. Returns the exit status."""
     from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.inspect import figure_lines
-    from pretrain_tools.preparation.prepare import StoppedError, prepare
-    from pretrain_tools.preparation.progress import DocumentProgress
+    from pretrain_tools.preparation.prepare import prepare
+    from pretrain_tools.preparation.progress import Progress
 
     started = time.monotonic()
     output = request.output
-    with closing(DocumentProgress(request.documents.total_bytes)) as progress:
+    with closing(Progress(request.documents.total_bytes, "B")) as progress:
+
+        def report(tally: Tally) -> None:
+            note = f"{tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok"
+            progress.update(tally.input_bytes, note)
+
+        signal.signal(signal.SIGTERM, interrupt)
         try:
-            outcome = prepare(request, say=progress.say, report=progress.update)
-        except StoppedError as stop:
-            progress.say(f"stopped; run the same command again to resume {output}")
-            return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
+            outcome = prepare(request, report)
+        except KeyboardInterrupt as stop:
+            say(f"stopped; run the same command again to resume {output}", sys.stderr)
+            return EXIT_PREEMPTED if stop.args else EXIT_INTERRUPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
     print("\n".join(figure_lines(outcome.manifest, Tally.recorded(output))))
@@ -140,6 +136,11 @@ def prepare_shards(request: "PreparationRequest") -> int:
     print(f"Next: train a model with this vocabulary of {ids:,} tokens (vocab_size: auto in the recipe):")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
+
+
+def interrupt(number: int, frame: object) -> NoReturn:
+    """Handles SIGTERM like Ctrl-C."""
+    raise KeyboardInterrupt(number)
 
 
 def warn_of_empty_splits(manifest: "Manifest", fraction: float) -> None:

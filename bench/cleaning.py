@@ -107,7 +107,7 @@ def datatrove_filters() -> dict:
     return dict(zip(STAGES, made, strict=True))
 
 
-# Filled by _start_comparing once per pool process, because opening the filters compiles them.
+# Filled by _start_comparing once per pool process, because the filters must be compiled first.
 _stages = {}
 _theirs = {}
 
@@ -115,7 +115,9 @@ _theirs = {}
 def _start_comparing() -> None:
     from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 
-    _stages.update({name: stage.open() for name, stage in (STAGES | {"personal_data": PersonalData()}).items()})
+    for name, stage in (STAGES | {"personal_data": PersonalData()}).items():
+        stage.compile()
+        _stages[name] = stage.judge
     _theirs.update(datatrove_filters())
 
 

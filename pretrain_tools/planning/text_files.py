@@ -118,7 +118,7 @@ def why_not_text(source: InputFile) -> str | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with source.open() as stream:
-            for block in stream.blocks():
+            for block in stream.blocks:
                 if b"\0" in block:
                     return "it contains NUL bytes"
                 decoder.decode(block)

@@ -8,9 +8,9 @@ The output is deterministic: it doesn't depend on the number of workers or on in
     validation_split: assigns documents to the training or validation split
     encode: tokenizes text
     worker: reads, cleans and tokenizes one part of the input
-    workers, ray_workers: run jobs in local processes or on a Ray cluster
+    workers: runs jobs in local processes or on a Ray cluster
     encoded_part: results and counts returned by workers
-    collector, deduplicate, shard_writer, text_files: remove exact duplicates and write shards and text
+    collector, shard_writer, text_files: remove exact duplicates and write shards and text
     near_duplicate_search: finds near duplicates in prepared folders
     slices, upload: split work across machines, and upload outputs to URLs
     inspect: describes a prepared folder

@@ -1,16 +1,18 @@
 """Writes tokenized documents to shards, removes exact duplicates and enforces limits."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pretrain.data.manifest import id_dtype
 from pretrain.errors import InputError
 from pretrain.files import as_json, write_durably
-from pretrain_tools.preparation.deduplicate import document_hashes, seen_in_shards
-from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED, read_index
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
@@ -41,20 +43,25 @@ class Intake:
         self._options = options
         plain_text = state_folder / TEXT_FOLDER if options.write_text else None
         self.writer = ShardWriter(folder, plan["dtype"], options.shard_tokens, progress["writer"], plain_text)
-        self._seen = seen_in_shards(folder, self.writer.written(), plan["dtype"]) if options.deduplicate else None
+        self._seen: set[bytes] = set()
+        """Digests of all documents written so far. Empty without --deduplicate."""
+        for shard in self.writer.written() if options.deduplicate else ():
+            path = folder / shard.file
+            ids = np.memmap(path, id_dtype(plan["dtype"]), mode="r")
+            self._seen.update(document_digests(ids, read_index(path, shard.documents)["end"]))
 
     def commit(self) -> None:
         """Flushes all data to disk, then records the progress."""
         state = {"position": self.position, "tally": asdict(self.tally), "writer": self.writer.sync()}
         write_durably(self._progress_path, as_json(state))
+        self.writer.remove_compressed()
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""
         tally = self.tally
         read = len(encoded.documents)
-        if self._seen is not None:
-            hashes = document_hashes(encoded.ids, encoded.documents["end"])
-            encoded = encoded.keeping(self._seen.add(hashes))
+        if self._options.deduplicate:
+            encoded = encoded.keeping(self._are_new(encoded))
         copies = read - len(encoded.documents)
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
@@ -78,6 +85,21 @@ class Intake:
         tally.add(encoded.counts)
         self.position = encoded.after
         self.is_complete = is_complete
+
+    def _are_new(self, encoded: EncodedPart) -> np.ndarray:
+        """Returns (documents,) bool: False for copies of earlier documents."""
+        are_new = np.zeros(len(encoded.documents), bool)
+        for number, digest in enumerate(document_digests(encoded.ids, encoded.documents["end"])):
+            are_new[number] = digest not in self._seen
+            self._seen.add(digest)
+        return are_new
+
+
+def document_digests(ids: np.ndarray, ends: np.ndarray) -> list[bytes]:
+    """Hashes each document's token IDs. ends: end offsets in `ids`."""
+    content = memoryview(np.ascontiguousarray(ids)).cast("B")
+    bounds = [0, *(ends * ids.itemsize).tolist()]
+    return [hashlib.blake2b(content[start:stop], digest_size=16).digest() for start, stop in pairwise(bounds)]
 
 
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:

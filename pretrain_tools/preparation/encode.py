@@ -13,7 +13,6 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.cleaning.stages import batches
 
-ENGINES = ("auto", "reference")
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
     "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
@@ -81,11 +80,7 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
-        arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
-        suspected = [number for number, ids in enumerate(arrays) if ids is None]
-        for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
-            arrays[number] = ids
-        return arrays
+        return [self.reference.encode([text])[0] if self._has_special(text) else self._encode(text) for text in texts]
 
     def _has_special(self, text: bytes) -> bool:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
@@ -108,10 +103,10 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     try:
         encoder = FastEncoder(tokenizer)
         encoder.compare([text.encode() for text in AGREEMENT_TEXTS])
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except DisagreementError as error:
         return ReferenceEncoder(tokenizer), str(error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:  # a panic in Rust code is a BaseException
         return ReferenceEncoder(tokenizer), f"gigatoken cannot load this tokenizer ({one_line(error)})"
     return encoder, None

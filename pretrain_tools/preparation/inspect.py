@@ -11,6 +11,7 @@ from pretrain.data.data_record import contamination_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
+from pretrain.units import counted
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.preparation.documents.document_index import UNDIVIDED
@@ -55,9 +56,22 @@ def _splits(manifest: Manifest) -> tuple[str, ...]:
 
 def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     """Formats a folder's counts. tally: None for shards from other tools."""
-    lines = _count_lines(manifest)
-    if tally is None:
-        return lines
+    name = manifest.tokenizer_name
+    rows = [("tokenizer", f"{name}, {manifest.vocabulary_size:,} IDs, {manifest.dtype}")]
+    for split in _splits(manifest):
+        tokens, documents, text_bytes = manifest.totals(split)
+        shards = counted(len(manifest.of_split(split)), "shard")
+        text = f"{tokens:,} tokens, {documents:,} documents, {text_bytes:,} bytes of text in {shards}"
+        if text_bytes:
+            rate = max(1, tokens - documents) / text_bytes
+            text += f", {rate:.4f} tokens per byte ({1 / rate:.3f} bytes per token)"
+        rows.append((split, text if tokens else "empty"))
+    if tally is not None:
+        rows += _document_rows(manifest, tally)
+    return [f"  {name:<16} {value}" for name, value in rows]
+
+
+def _document_rows(manifest: Manifest, tally: Tally) -> list[tuple[str, str]]:
     documents = sum(shard.documents for shard in manifest.shards)
     rows = [("documents", f"{documents:,}; skipped {tally.skipped_text()}")]
     rows += [
@@ -70,8 +84,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     if tally.unread_members:
         by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
         rows.append(("not read", f"tar archive members that are not documents: {by_suffix}"))
-    rows += [("skipped", example) for example in tally.first_bad_records]
-    return lines + [f"  {name:<16} {value}" for name, value in rows]
+    return rows + [("skipped", example) for example in tally.first_bad_records]
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:
@@ -89,7 +102,7 @@ def _cleaning_lines(account: CleaningAccount) -> list[str]:
 def _shares_text(values: Mapping[str, int]) -> str:
     """Formats the most frequent values with their shares. Ties are sorted by name."""
     total = sum(values.values())
-    most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
+    most = Counter(dict(sorted(values.items()))).most_common(FREQUENT_VALUES)
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
 
 
@@ -105,34 +118,14 @@ def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
     return ids
 
 
-def _count_lines(manifest: Manifest) -> list[str]:
-    name = manifest.tokenizer_name
-    lines = [f"  tokenizer        {name}, {manifest.vocabulary_size:,} IDs, {manifest.dtype}"]
-    for split in _splits(manifest):
-        tokens, documents, text_bytes = manifest.totals(split)
-        if not tokens:
-            lines.append(f"  {split:<16} empty")
-            continue
-        shards = len(manifest.of_split(split))
-        rates = ""
-        if text_bytes:
-            text_tokens = max(1, tokens - documents)
-            rates = (
-                f", {text_tokens / text_bytes:.4f} tokens per byte ({text_bytes / text_tokens:.3f} bytes per token)"
-            )
-        counted = f"{tokens:,} tokens, {documents:,} documents, {text_bytes:,} bytes of text"
-        lines.append(f"  {split:<16} {counted} in {shards} shard{'s' if shards != 1 else ''}{rates}")
-    return lines
-
-
 def lengths_text(lengths: np.ndarray) -> str:
     """Formats the minimum, percentiles, maximum and mean of lengths."""
     if not len(lengths):
         return "no documents"
-    share = [np.percentile(lengths, p) for p in (50, 90, 99)]
+    median, p90, p99 = np.percentile(lengths, (50, 90, 99))
     return (
-        f"min {lengths.min():,}, median {share[0]:,.0f}, p90 {share[1]:,.0f}, p99 "
-        f"{share[2]:,.0f}, max {lengths.max():,}, mean {lengths.mean():,.1f}"
+        f"min {lengths.min():,}, median {median:,.0f}, p90 {p90:,.0f}, p99 {p99:,.0f}, max {lengths.max():,}, mean "
+        f"{lengths.mean():,.1f}"
     )
 
 

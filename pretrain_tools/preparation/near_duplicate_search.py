@@ -1,9 +1,8 @@
 """Finds near duplicates in prepared folders. The search is deterministic and can be resumed.
 
-It runs in three stages. Each stage consists of independent tasks that write one file each and need about 300 MB of
+It runs in two stages. Each stage consists of independent tasks that write one file each and need about 300 MB of
 memory:
 
-    keys        compute and sort the band keys of RUN_DOCUMENTS documents (8 bytes per document and band)
     candidates  find pairs of documents with equal keys, for one key range of one band
     pairs       compute the exact similarity of all candidates for RUN_DOCUMENTS documents
 
@@ -29,8 +28,7 @@ from pretrain_tools.preparation.documents.document_index import HELD_OUT, InputO
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
-STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""{stage: unit shown in progress messages}, in order."""
+STAGES = ("candidates", "pairs")
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
 """A removed document and the document kept instead, as indices in input order."""
 MOST_DOCUMENTS = 1 << 32
@@ -85,7 +83,7 @@ class DuplicateSearch:
     def perform(self, job: tuple[str, int]) -> None:
         """Runs one task, given as (stage, task). The previous stage must be complete."""
         stage, task = job
-        found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task)
+        found = self._candidates(task) if stage == "candidates" else self._pairs(task)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Two processes may run the same task, so each writes its own temporary file.
@@ -103,35 +101,23 @@ class DuplicateSearch:
                     parents[max(roots)] = min(roots)
         return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
-    def _keys(self, run: int) -> bytes:
-        """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
-        documents = np.array(self._runs[run])
-        signatures = self.order.side_records(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
-        entries = np.empty((self.settings.bands, len(documents)), "<u8")
-        for band in range(self.settings.bands):
-            keys = self.settings.band_keys(signatures, band)
-            entries[band] = (keys << np.uint64(24)) | np.arange(len(documents), dtype=np.uint64)
-            entries[band].sort()
-        return entries.tobytes()
-
-    def _entries(self, band: int, partition: int) -> np.ndarray:
-        """Reads and sorts a partition's entries. The upper 32 bits are the key, the lower 32 bits the document."""
-        shift = 64 - (self._partitions.bit_length() - 1)
-        smallest = np.uint64(partition << shift)
-        largest = np.uint64((partition + 1 << shift) - 1)
-        pieces = [np.empty(0, "<u8")]
-        for number, run in enumerate(self._runs):
-            row = np.memmap(self._path("keys", number), "<u8", "r", 8 * band * len(run), (len(run),))
-            piece = row[np.searchsorted(row, smallest) : np.searchsorted(row, largest, side="right")]
-            documents = (piece & np.uint64((1 << 24) - 1)) + np.uint64(run.start)
-            pieces.append(((piece >> np.uint64(24)) << np.uint64(32)) | documents)
-        entries = np.concatenate(pieces)
-        entries.sort(kind="stable")
-        return entries
-
     def _candidates(self, task: int) -> bytes:
         """Computes sorted uint64 pairs. The upper 32 bits are the later document, the lower 32 bits the earlier."""
-        return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
+        band, partition = divmod(task, self._partitions)
+        # Band keys have 40 bits. The upper ones choose the partition.
+        shift = np.uint64(40 - (self._partitions.bit_length() - 1))
+        pieces = [np.empty(0, np.uint64)]
+        for run in self._runs:
+            keys = self.settings.band_keys(self._signatures(np.array(run)), band)
+            chosen = np.flatnonzero(keys >> shift == partition)
+            documents = (chosen + run.start).astype(np.uint64)
+            pieces.append(keys[chosen] << np.uint64(32) | documents)
+        entries = np.concatenate(pieces)
+        entries.sort(kind="stable")
+        return _same_keys(entries).astype("<u8").tobytes()
+
+    def _signatures(self, documents: np.ndarray) -> np.ndarray:
+        return self.order.side_records(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
 
     def _pairs(self, run: int) -> bytes:
         """Computes (pairs, 2) uint32: near-duplicate pairs whose later document is in the run.
@@ -155,8 +141,8 @@ class DuplicateSearch:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             block = pairs[first : first + PAIRS_AT_ONCE]
             for one, other in block[self._are_alike(block)].tolist():
-                roots = _root(parents, one), _root(parents, other)
-                if roots[0] == roots[1]:
+                roots = {_root(parents, one), _root(parents, other)}
+                if len(roots) == 1:
                     continue
                 if self.settings.similarity(words(one), words(other)) >= self.settings.threshold:
                     parents[max(roots)] = min(roots)
@@ -166,7 +152,7 @@ class DuplicateSearch:
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
         """Returns (pairs,) bool: True if the signatures are similar enough for an exact comparison."""
         documents, inverse = np.unique(pairs, return_inverse=True)
-        signatures = self.order.side_records(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
+        signatures = self._signatures(documents)
         inverse = inverse.reshape(-1, 2)
         agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
         return agreement >= self.settings.threshold - SIGNATURE_MARGIN
@@ -196,16 +182,12 @@ def _root(parents: dict[int, int], document: int) -> int:
 def _same_keys(entries: np.ndarray) -> np.ndarray:
     """Pairs each document with two earlier documents that have the same key: the first one and the previous one."""
     keys = entries >> np.uint64(32)
-    repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
-    if not len(repeats):
-        return np.empty(0, np.uint64)
     documents = entries & np.uint64(0xFFFFFFFF)
-    is_first = np.ones(len(keys), bool)
-    is_first[repeats] = False
-    firsts = np.flatnonzero(is_first)
-    first = documents[firsts[np.cumsum(is_first)[repeats] - 1]]
-    earlier = np.concatenate([first, documents[repeats - 1]])
-    return np.unique(np.tile(documents[repeats], 2) << np.uint64(32) | earlier)
+    starts = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    firsts = np.repeat(documents[starts], np.diff(starts, append=len(keys)))
+    later = np.flatnonzero(documents != firsts)
+    earlier = np.concatenate([firsts[later], documents[later - 1]])
+    return np.unique(np.tile(documents[later], 2) << np.uint64(32) | earlier)
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Defines the preparation request, and checks that it matches an existing folder."""
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,15 +55,11 @@ class PreparationOptions:
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
-        reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
+        reading["only"] = reading["only"] or None
         # Store disabled options as None, so that folders made before these options existed still match.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
-        return {**reading, **fields}
-
-    def within(self, documents: Documents) -> "PreparationOptions":
-        """Returns a copy whose max_documents also respects the documents' own limit."""
-        limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
-        return replace(self, max_documents=min(limits, default=None))
+        # Convert tuples to lists, as in a manifest.
+        return json.loads(json.dumps({**reading, **fields}))
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,9 @@ def refuse_other_files(output: Path, ours: str) -> None:
         raise InputError(f"--output {output}: must be a folder, but is a file")
     others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if others and ours not in others:
-        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        raise InputError(f"--output {output}: already contains other files ({shown}); use a new or empty folder")
+        raise InputError(
+            f"--output {output}: already contains other files ({', '.join(others[:5])}); use a new or empty folder"
+        )
 
 
 def refuse_differences(
@@ -136,49 +134,38 @@ def refuse_differences(
         in_order: True if the sources must also be in the same order, because positions refer to it. The order depends
             on how their paths are written.
     """
-    differences = []
-    for key, now in plan.items():
-        before = made_from.get(key)
-        if key == "options":
-            now = {name: value for name, value in now.items() if name not in free}
-            # Ignore options that this version doesn't have.
-            before = {name: (before or {}).get(name) for name in now}
-        if key != "sources":
-            differences += _differences(key, before, now)
-    before = made_from.get("sources") or []
-    changes = source_differences(before, plan["sources"])
-    if in_order and not changes and [one["path"] for one in before] != [one["path"] for one in plan["sources"]]:
+    recorded = made_from.get("options") or {}
+    # Ignore options that this version doesn't have.
+    options = {name: recorded.get(name) for name in plan["options"]}
+    before = _flat({name: made_from.get(name) for name in plan} | {"options": options, "sources": None})
+    now = _flat(plan | {"sources": None})
+    ignored = {f"options.{name}" for name in free}
+    differences = [
+        f"{name} was {shortened(repr(before.get(name)))} but is now {shortened(repr(now.get(name)))}"
+        for name in before | now
+        if before.get(name) != now.get(name) and name not in ignored
+    ]
+    sources = made_from.get("sources") or []
+    changes = source_differences(sources, plan["sources"])
+    if in_order and not changes and [one["path"] for one in sources] != [one["path"] for one in plan["sources"]]:
         changes = ["the order of the sources has changed"]
     differences += changes
     if differences:
-        more = len(differences) - SHOWN_DIFFERENCES
-        shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        shown = "; ".join(differences[:SHOWN_DIFFERENCES])
         raise InputError(
             f"{output}: {how} with different options or input: {shown}; use a new --output, or remove this folder"
         )
 
 
-def _differences(name: str, before: Any, now: Any) -> list[str]:
-    """Describes the differences between two values of an option, including nested ones."""
-    if before == now:
-        return []
-    old = _by_name(before)
-    new = _by_name(now)
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys([*old, *new])
-        within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
-        if within or not isinstance(before, list) or [*old] == [*new]:
-            return within
-        # Only the order of the stages differs.
-        return [f"the order of {name} was {', '.join(old)} but is now {', '.join(new)}"]
-    return [f"{name} was {shortened(repr(before))} but is now {shortened(repr(now))}"]
-
-
-def _by_name(value: Any) -> Any:
-    """Converts a list of named entries to {name: entry}. Returns other values unchanged."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
-        return {str(item["name"]): item for item in value}
-    return value
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested entries to {dotted name: value}. For a list of named entries, also gives the names in order."""
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+            flat[prefix + name] = [item["name"] for item in value]
+            value = {item["name"]: item for item in value}
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:

@@ -6,10 +6,10 @@ last.
 
 import json
 import shutil
-import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import numpy as np
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.files import as_json, sync_files, sync_folder, write_durably
+from pretrain.files import as_json, delete, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
+from pretrain.terminal import say
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNFINISHED_FOLDER, Intake
 from pretrain_tools.preparation.documents.sources import Position
@@ -38,18 +39,15 @@ from pretrain_tools.preparation.plan import (
     refuse_other_files,
     source_differences,
 )
-from pretrain_tools.preparation.shard_writer import shard_files
+from pretrain_tools.preparation.progress import Progress
 from pretrain_tools.preparation.slices import merged_parts, require_slices
-from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder
-from pretrain_tools.preparation.workers import Perform, performed
+from pretrain_tools.preparation.workers import Perform, performed, performed_on_ray
 
 FIRST_PASS = "documents"
 """Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
 PLAN_LAYOUT = 7
 COMMIT_SECONDS = 2.0
-LINE_SECONDS = 10.0
-"""Interval between progress lines in the near-duplicate search."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +58,14 @@ class PreparationOutcome:
     already_done: bool
 
 
-class StoppedError(Exception):
-    """Raised after a stop signal, with the signal number as its argument. Finished work is saved."""
-
-
-Say = Callable[[str], None]
 Report = Callable[[Tally], None]
 
 
-def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
+def prepare(request: PreparationRequest, report: Report = lambda tally: None) -> PreparationOutcome:
     """Prepares the folder `request.output`, or resumes it. Does nothing if the folder is already complete.
 
-    Raises InputError if the input is unusable or the folder was made with different options or input. Raises
-    StoppedError after a signal.
+    Raises InputError if the input is unusable or the folder was made with different options or input. After a
+    KeyboardInterrupt at any moment, the same call resumes it.
     """
     output = request.output
     plan = request.plan()
@@ -80,7 +73,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
-    slices = require_slices(request, plan, say)
+    slices = require_slices(request, plan)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
@@ -94,14 +87,18 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            run = _Run(request, plan, slices, say, report)
+            run = _Run(request, plan, slices, report)
             was_begun = run.plan_path.exists()
             try:
                 return PreparationOutcome(run.complete(), already_done=False)
             except InputError:
                 # Keep work from earlier processes, and work committed by this one.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
-                    _discard(output, existed)
+                    # The folder was new or empty.
+                    for path in output.iterdir():
+                        delete(path)
+                    if not existed:
+                        output.rmdir()
                 raise
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
@@ -118,18 +115,6 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     return PreparationOutcome(read_manifest(output), already_done=True)
 
 
-def _discard(output: Path, existed: bool) -> None:
-    """Removes all files that a failed preparation wrote."""
-    for path in shard_files(output):
-        path.unlink()
-    for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
-        (output / name).unlink(missing_ok=True)
-    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
-        shutil.rmtree(output / name, ignore_errors=True)
-    if not existed:
-        output.rmdir()
-
-
 @dataclass
 class _Run:
     """Prepares an unfinished folder. The caller must hold its lock."""
@@ -137,7 +122,6 @@ class _Run:
     request: PreparationRequest
     plan: dict[str, Any]
     slices: list[Path]
-    say: Say
     report: Report
 
     def __post_init__(self) -> None:
@@ -146,8 +130,8 @@ class _Run:
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
-        self.removed = np.empty(0, np.uint32)
-        """Sorted indices of the near duplicates to remove."""
+        self.removed: np.ndarray | None = None
+        """(documents in all slices,) bool: True for near duplicates to remove."""
 
     def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
@@ -160,18 +144,18 @@ class _Run:
             # Write the plan after the tokenizer, so that a folder with a plan always contains a tokenizer.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
-            self.say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents")
+            say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents", sys.stderr)
         if self.options.near_duplicates is not None and self.options.slice is None:
             self._find_near_duplicates()
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
-                self.say(f"using the tokenizers library: {reason}")
+                say(f"using the tokenizers library: {reason}", sys.stderr)
         try:
             tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
-            self.say(f"starting over with the tokenizers library: {error}")
+            say(f"starting over with the tokenizers library: {error}", sys.stderr)
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return self._finish(tally, shards)
@@ -183,26 +167,21 @@ class _Run:
             self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
             all_options = replace(options, slice=label)
-            prepare(replace(self.request, output=self.slices[0], options=all_options), self.say, self.report)
+            prepare(replace(self.request, output=self.slices[0], options=all_options), self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
-        with stop_signals() as stop_if_asked:
-            work = self.state_folder / "near_duplicates"
-            search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            for stage, unit in STAGES.items():
-                jobs = search.missing(stage)
-                began = told = time.monotonic()
-                with closing(self._performed(search.perform, jobs)) as tasks:
-                    for done, _ in enumerate(tasks if jobs else (), 1):
-                        stop_if_asked()
-                        now = time.monotonic()
-                        if now - told >= LINE_SECONDS:
-                            left = (len(jobs) - done) * (now - began) / done
-                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
-                            told = now
-            duplicates = search.duplicates()
-            report = report_of(search, duplicates, manifests)
-            write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
-        self.removed = duplicates["document"]
+        work = self.state_folder / "near_duplicates"
+        search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
+        for stage in STAGES:
+            jobs = search.missing(stage)
+            progress = Progress(len(jobs), " tasks", f"near duplicates, {stage}")
+            with closing(progress), closing(self._performed(search.perform, jobs)) as tasks:
+                for done, _ in enumerate(tasks if jobs else (), 1):
+                    progress.update(done)
+        duplicates = search.duplicates()
+        report = report_of(search, duplicates, manifests)
+        write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
+        self.removed = np.zeros(search.order.documents, bool)
+        self.removed[duplicates["document"]] = True
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -230,7 +209,7 @@ class _Run:
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
         try:
-            with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
+            with closing(self._encoded(intake.position, encoder)) as parts:
                 for encoded in parts:
                     intake.add(encoded)
                     self.report(intake.tally)
@@ -239,17 +218,14 @@ class _Run:
                     if time.monotonic() - committed > COMMIT_SECONDS:
                         intake.commit()
                         committed = time.monotonic()
-                    stop_if_asked()
             if not intake.tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
-        except (InputError, StoppedError):
-            # Save the work done before the bad record or the signal.
+        except InputError:
+            # Save the work done before the bad record.
             if intake.tally.documents:
                 intake.commit()
             raise
-        finally:
-            intake.writer.close()
 
     def _nothing_found(self, tally: Tally, is_first_too_long: bool) -> str:
         if is_first_too_long:
@@ -284,8 +260,6 @@ class _Run:
         """Runs jobs in local processes or on a Ray cluster, and yields the results in order."""
         request = self.request
         if request.on_ray:
-            from pretrain_tools.preparation.ray_workers import performed_on_ray
-
             return performed_on_ray(perform, jobs, request.workers, request.ray_address)
         return performed(perform, jobs, request.workers)
 
@@ -310,27 +284,3 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], None]]:
-    """Defers SIGINT and SIGTERM. Yields a function that raises StoppedError if a signal has arrived.
-
-    A second signal takes effect immediately.
-    """
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
-
-    def stop_if_asked() -> None:
-        if received:
-            raise StoppedError(received[0])
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop_if_asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -3,50 +3,40 @@
 import sys
 import time
 
+from tqdm import tqdm
+
 from pretrain.terminal import LIVE_LINE, is_terminal, say
-from pretrain_tools.preparation.encoded_part import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_ON_A_TERMINAL = 0.2
 
 
-class DocumentProgress:
-    """Shows how much input has been read, the throughput and the remaining time."""
+class Progress:
+    """Shows how much is done, the rate and the remaining time. total: None if it is unknown."""
 
-    def __init__(self, total_bytes: int | None):
-        self._total_bytes = total_bytes
-        self._is_terminal = is_terminal(sys.stderr)
-        self._first: tuple[float, int] | None = None
-        self._last_line = time.monotonic()
-        self._last_bytes = 0
-
-    def say(self, line: str) -> None:
-        """Prints a line above the progress line."""
-        say(line, sys.stderr)
+    def __init__(self, total: int | None, unit: str, name: str = ""):
+        self._shown = {"total": total, "unit": unit, "prefix": name, "unit_scale": True}
+        self._first = self._done = -1
+        self._started = self._last_line = time.monotonic()
+        self._interval = SECONDS_ON_A_TERMINAL if is_terminal(sys.stderr) else SECONDS_BETWEEN_LINES
 
     def close(self) -> None:
         """Clears the progress line."""
         LIVE_LINE.clear()
 
-    def update(self, tally: Tally) -> None:
+    def update(self, done: int, note: str = "") -> None:
+        """Shows the total amount done, with a note."""
         now = time.monotonic()
-        is_new = self._first is None or tally.input_bytes < self._last_bytes
-        self._last_bytes = tally.input_bytes
-        if is_new:
-            # Measure throughput from here, excluding earlier processes and passes.
-            self._first = (now, tally.input_bytes)
-        if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
+        if self._first < 0 or done < self._done:
+            # Measure the rate from here, excluding earlier processes and passes.
+            self._first = done
+            self._started = now
+        self._done = done
+        if now - self._last_line < self._interval:
             return
         self._last_line = now
-        first, first_bytes = self._first
-        rate = (tally.input_bytes - first_bytes) / max(now - first, 1e-9)
-        line = f"{tally.input_bytes / 1e6:,.0f} MB"
-        if self._total_bytes:
-            line += f" of {self._total_bytes / 1e6:,.0f} MB"
-        line += f", {tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok, {rate / 1e6:.1f} MB/s"
-        if self._total_bytes:
-            line += f", {(self._total_bytes - tally.input_bytes) / max(rate, 1):,.0f} s left"
-        if self._is_terminal:
+        line = tqdm.format_meter(done, elapsed=now - self._started, initial=self._first, postfix=note, **self._shown)
+        if is_terminal(sys.stderr):
             LIVE_LINE.show(line)
         else:
-            self.say(line)
+            say(line, sys.stderr)

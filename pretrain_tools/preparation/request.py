@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.data.manifest import MANIFEST_FILE
@@ -21,7 +20,6 @@ from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
 from pretrain_tools.preparation.documents.records import Reading, template_problem
 from pretrain_tools.preparation.documents.sources import Files, find_sources
-from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice, slice_of
 from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD_FILE
@@ -39,8 +37,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     _read_counts(arguments, problems)
     problems += _contradictions(arguments)
     problems.attempt(load_extensions, arguments.extensions)
-    options = _options(arguments, problems)
-    documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
+    documents = problems.attempt(_documents, arguments)
+    options = _options(arguments, documents, problems)
     tokenizer = None
     if arguments.tokenizer:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
@@ -50,9 +48,9 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
     engines = arguments.engine.split(",")
     on_ray = "ray" in engines
-    engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
-    if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
+    for engine in engines:
+        if engine not in ("auto", "reference", "ray"):
+            problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = available_cores()
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -60,10 +58,10 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     slice = problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None
     request = PreparationRequest(
         documents,
-        options.within(documents) if documents else options,
+        options,
         tokenizer,
         destination.local if destination else Path(arguments.output or ""),
-        engine=engine,
+        engine="reference" if "reference" in engines else "auto",
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
@@ -111,41 +109,40 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
     """Lists problems with missing or conflicting options."""
+    training = arguments.train_tokenizer
     cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    has_parts = [arguments.slice is not None, arguments.merge_slices is not None]
+    is_slice = arguments.slice is not None
+    has_slices = is_slice or arguments.merge_slices is not None
     checks = {
         "use either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
         "--output FOLDER is required": not arguments.output,
         "use either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
-            not arguments.tokenizer and not arguments.train_tokenizer
+            not arguments.tokenizer and not training
         ),
         "--pre_tokenizer and --special_tokens require --train_tokenizer SIZE": (
-            (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
+            (arguments.pre_tokenizer or arguments.special_tokens) and not training
         ),
         "--pre_tokenizer: cannot be combined with --tokenizer, which keeps its own pre-tokenizer": (
             arguments.pre_tokenizer and arguments.tokenizer
         ),
-        f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
-            arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
-        ),
         "--special_tokens: a special token cannot be empty": "" in arguments.special_tokens,
         "--write_text: cannot be combined with --train_tokenizer, which does not create shards": (
-            arguments.train_tokenizer and arguments.write_text
+            training and arguments.write_text
         ),
         "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
-            arguments.train_tokenizer and cleaning
+            training and cleaning
         ),
         f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
-            any(has_parts) and limits
+            has_slices and limits
         ),
-        "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
+        "use either --slice I/N, or --merge_slices N once all slices are prepared": (
+            is_slice and arguments.merge_slices
+        ),
         "--slice: not supported with --dataset; use its files instead, such as "
-        "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": any(has_parts) and arguments.dataset,
-        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": (
-            any(has_parts) and arguments.train_tokenizer
-        ),
+        "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": has_slices and arguments.dataset,
+        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": has_slices and training,
         "--deduplicate: not needed with --near_duplicates, which also removes exact duplicates; omit it": (
             arguments.deduplicate and arguments.near_duplicates
         ),
@@ -153,21 +150,22 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
     return [problem for problem, is_there in checks.items() if is_there]
 
 
-def _documents(arguments: argparse.Namespace) -> Documents:
+def _documents(arguments: argparse.Namespace) -> Documents | None:
     if arguments.dataset:
         return open_dataset(arguments.dataset, arguments.subset, arguments.split, arguments.streaming)
-    return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+    if arguments.input:
+        return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+    return None
 
 
-def _either(allowed: Sequence[str]) -> str:
-    return f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-
-
-def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOptions:
+def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
     """Creates the options that affect the output. Adds invalid ones to `problems`."""
-    for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
-        if (given := getattr(arguments, name)) not in allowed:
-            problems.append(f"--{name} {given}: must be {_either(allowed)}")
+    choices = {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip"), "pre_tokenizer": tuple(PRE_TOKENIZERS)}
+    for name, allowed in choices.items():
+        given = getattr(arguments, name)
+        if given is not None and given not in allowed:
+            problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
+    most_documents = [arguments.max_documents, documents and documents.maximum_documents]
     threshold = arguments.near_duplicates
     if arguments.clean and not arguments.deduplicate:
         threshold = threshold or CLEAN_NEAR_DUPLICATES
@@ -176,7 +174,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         format=arguments.input_format,
         validation_fraction=_fraction(problems, arguments.validation_fraction),
         shard_tokens=arguments.shard_tokens,
-        max_documents=arguments.max_documents,
+        max_documents=min((limit for limit in most_documents if limit is not None), default=None),
         max_tokens=arguments.max_tokens,
         on_error=arguments.on_error,
         max_errors=arguments.max_errors,
@@ -191,10 +189,11 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
 def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
     """Creates the cleaning stages. Adds invalid options to `problems`."""
     has_urls = arguments.url_field is not None
-    filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
+    cleaning = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, arguments.decontaminate_words)
-    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
-    return Cleaning(stages) if stages else None
+    if decontamination:
+        cleaning = Cleaning((*(cleaning.stages if cleaning else ()), decontamination))
+    return cleaning
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

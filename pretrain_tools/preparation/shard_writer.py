@@ -1,16 +1,16 @@
 """Writes shards so that prepare_data.py can resume after an interruption."""
 
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.object_store import BLOCKS_SUFFIX, block_digests
 from pretrain.errors import InputError
-from pretrain.files import sha256_of, sync_folder, write_durably
+from pretrain.files import seal, sync_folder, write_durably
 from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, UNDIVIDED, tokens_of
 from pretrain_tools.preparation.encoded_part import EncodedPart
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
@@ -18,30 +18,6 @@ from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, comp
 
 IDS_SUFFIX = ".bin"
 PLAIN_TEXT_SUFFIX = ".jsonl"
-
-
-def _open_to_append(path: Path, size: int = 0) -> BinaryIO:
-    """Truncates a file to `size` bytes and opens it for appending."""
-    if size and (not path.is_file() or path.stat().st_size < size):
-        raise InputError(f"{path}: was truncated after it was written; remove {path.parent} and prepare it again")
-    file = path.open("r+b" if size else "w+b")
-    file.truncate(size)
-    file.seek(size)
-    return file
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@dataclass
-class _OpenShard:
-    """A shard that isn't full yet. It doesn't have hashes yet."""
-
-    shard: Shard
-    files: dict[str, BinaryIO] = field(default_factory=dict)
-    """{suffix: open file}: token IDs, document index and, if enabled, signatures and text."""
 
 
 class ShardWriter:
@@ -67,38 +43,41 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._plain_text = plain_text
         self._compressed: list[Path] = []
-        self._to_remove: list[Path] = []
+        """Plain text that has been compressed."""
         if plain_text:
             plain_text.mkdir(exist_ok=True)
         state = state or {"finished": [], "open": []}
         self._finished = [Shard(**shard) for shard in state["finished"]]
-        self._open: dict[str, _OpenShard] = {}
-        """{split: its open shard}."""
+        self._open: dict[str, Shard] = {}
+        """{split: its shard that isn't full yet}. It doesn't have hashes yet."""
+        known = {folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
         for fields, sizes in state["open"]:
-            shard = Shard(**fields)
-            files = {suffix: _open_to_append(self._path(shard, suffix), size) for suffix, size in sizes.items()}
-            self._open[shard.split] = _OpenShard(shard, files)
-        self._remove_unknown_files()
+            shard = self._open[fields["split"]] = Shard(**fields)
+            for suffix, size in sizes.items():
+                path = self._path(shard, suffix)
+                if not path.is_file() or path.stat().st_size < size:
+                    raise InputError(
+                        f"{path}: was truncated after it was written; remove {folder} and prepare it again"
+                    )
+                os.truncate(path, size)
+                known.add(path)
+        for path in [*shard_files(folder), *(plain_text.iterdir() if plain_text else ())]:
+            if path not in known:
+                path.unlink()
+        for shard in self._finished:
+            path = folder / shard.file
+            is_there = all((folder / name).is_file() for name in (shard.file, *shard.beside))
+            if not is_there or path.stat().st_size != shard.tokens * self._dtype.itemsize:
+                raise InputError(f"{path}: has changed since it was written; remove {folder} and prepare it again")
 
     def _path(self, shard: Shard, suffix: str) -> Path:
         folder = self._plain_text if suffix == PLAIN_TEXT_SUFFIX else self._folder
         return (folder / shard.file).with_suffix(suffix)
 
-    def _remove_unknown_files(self) -> None:
-        """Removes shard files that aren't in the state. Raises InputError if a finished shard has changed."""
-        known = {self._folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
-        for opened in self._open.values():
-            known |= {self._path(opened.shard, suffix) for suffix in opened.files}
-        for path in shard_files(self._folder):
-            if path not in known:
-                path.unlink()
-        for shard in self._finished:
-            path = self._folder / shard.file
-            is_there = all((self._folder / name).is_file() for name in (shard.file, *shard.beside))
-            if not is_there or path.stat().st_size != shard.tokens * self._dtype.itemsize:
-                raise InputError(
-                    f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
-                )
+    def _files(self, shard: Shard) -> dict[str, Path]:
+        """Returns {suffix: file} for the files of a shard that isn't full yet."""
+        folders = [folder for folder in (self._folder, self._plain_text) if folder]
+        return {path.suffix: path for folder in folders for path in folder.glob(f"{Path(shard.file).stem}.*")}
 
     def write(self, split: str, part: EncodedPart) -> None:
         """Appends documents to the shards of a split."""
@@ -107,8 +86,7 @@ class ShardWriter:
         tokens = tokens_of(documents)
         first = first_id = 0
         while first < len(documents):
-            opened = self._shard_with_room(split, int(tokens[first]))
-            shard = opened.shard
+            shard = self._shard_with_room(split, int(tokens[first]))
             room = self._shard_tokens - shard.tokens
             stop = max(first + 1, int(np.searchsorted(ends, first_id + room, side="right")))
             stop_id = int(ends[stop - 1])
@@ -124,10 +102,9 @@ class ShardWriter:
             if self._plain_text:
                 contents[PLAIN_TEXT_SUFFIX] = b"".join(part.lines[first:stop])
             for suffix, content in contents.items():
-                if suffix not in opened.files:
-                    opened.files[suffix] = _open_to_append(self._path(shard, suffix))
-                opened.files[suffix].write(content)
-            opened.shard = replace(
+                with self._path(shard, suffix).open("ab") as file:
+                    file.write(content)
+            self._open[split] = replace(
                 shard,
                 tokens=shard.tokens + stop_id - first_id,
                 documents=shard.documents + stop - first,
@@ -136,72 +113,55 @@ class ShardWriter:
             first = stop
             first_id = stop_id
 
-    def _shard_with_room(self, split: str, tokens: int) -> _OpenShard:
-        if split in self._open and self._open[split].shard.tokens + tokens > self._shard_tokens:
+    def _shard_with_room(self, split: str, tokens: int) -> Shard:
+        if split in self._open and self._open[split].tokens + tokens > self._shard_tokens:
             self._finish(split)
-        if split not in self._open:
-            number = sum(shard.split == split for shard in self._finished)
-            self._open[split] = _OpenShard(Shard(f"{split}-{number:05d}{IDS_SUFFIX}", split, 0, 0, 0, ""))
-        return self._open[split]
+        number = sum(shard.split == split for shard in self._finished)
+        return self._open.setdefault(split, Shard(f"{split}-{number:05d}{IDS_SUFFIX}", split, 0, 0, 0, ""))
 
     def _finish(self, split: str) -> None:
-        opened = self._open.pop(split)
-        for file in opened.files.values():
-            _sync(file)
-            file.close()
-        ids = self._path(opened.shard, IDS_SUFFIX)
-        paths = [ids.with_suffix(name) for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in opened.files]
-        beside = {path.name: sha256_of(path) for path in paths}
-        blocks = ids.with_suffix(BLOCKS_SUFFIX)
-        with ids.open("rb") as file:
+        shard = self._open.pop(split)
+        files = self._files(shard)
+        names = [files[suffix].name for suffix in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if suffix in files]
+        blocks = files[IDS_SUFFIX].with_suffix(BLOCKS_SUFFIX)
+        with files[IDS_SUFFIX].open("rb") as file:
             write_durably(blocks, block_digests(file))
-        beside[blocks.name] = sha256_of(blocks)
-        if PLAIN_TEXT_SUFFIX in opened.files:
-            name = text_name(ids.name)
-            plain = self._path(opened.shard, PLAIN_TEXT_SUFFIX)
-            compress(plain, self._folder / name)
-            beside[name] = sha256_of(self._folder / name)
+        names.append(blocks.name)
+        if plain := files.get(PLAIN_TEXT_SUFFIX):
+            names.append(text_name(shard.file))
+            compress(plain, self._folder / names[-1])
             self._compressed.append(plain)
-        self._finished.append(replace(opened.shard, sha256=sha256_of(ids), beside=beside))
+        beside = {name: seal(self._folder / name)["sha256"] for name in names}
+        self._finished.append(replace(shard, sha256=seal(files[IDS_SUFFIX])["sha256"], beside=beside))
 
     def sync(self) -> dict[str, Any]:
         """Flushes all data to disk and returns the state to resume from."""
-        # The last recorded state already contains the compressed files, so their sources are no longer needed.
-        for path in self._to_remove:
-            path.unlink(missing_ok=True)
-        self._to_remove = self._compressed
-        self._compressed = []
-        for file in self._open_files():
-            _sync(file)
+        unfinished = []
+        for shard in self._open.values():
+            files = self._files(shard)
+            for path in files.values():
+                sync_folder(path)
+            unfinished.append((asdict(shard), {suffix: path.stat().st_size for suffix, path in files.items()}))
         # Also sync the folders. Otherwise a crash could lose the directory entries of new files.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)
-        return {
-            "finished": [asdict(shard) for shard in self._finished],
-            "open": [
-                (asdict(opened.shard), {suffix: file.tell() for suffix, file in opened.files.items()})
-                for opened in self._open.values()
-            ],
-        }
+        return {"finished": [asdict(shard) for shard in self._finished], "open": unfinished}
+
+    def remove_compressed(self) -> None:
+        """Removes plain text that has been compressed. Call this after recording the result of `sync`."""
+        while self._compressed:
+            self._compressed.pop().unlink()
 
     def written(self) -> list[Shard]:
         """Returns all shards written so far. Open shards don't have a hash yet."""
-        return [*self._finished, *(opened.shard for opened in self._open.values())]
+        return [*self._finished, *self._open.values()]
 
     def finish(self) -> list[Shard]:
         """Finishes the open shards and returns all shards, with training before validation."""
         for split in list(self._open):
             self._finish(split)
         return sorted(self._finished, key=lambda shard: shard.split)
-
-    def close(self) -> None:
-        """Closes all open files without finishing the shards."""
-        for file in self._open_files():
-            file.close()
-
-    def _open_files(self) -> list[BinaryIO]:
-        return [file for opened in self._open.values() for file in opened.files.values()]
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ one prepared on a single machine.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pretrain_tools.preparation.documents.document_index import UNDIVIDED, Input
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
-from pretrain_tools.preparation.text_files import has_text, stored_lines
+from pretrain_tools.preparation.text_files import TEXT_FOLDER, stored_lines
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -47,14 +47,14 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
     return replace(request, documents=documents, options=options, output=output, destination=destination)
 
 
-def require_slices(request: PreparationRequest, plan: dict[str, Any], say: Callable[[str], None]) -> list[Path]:
+def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
     """Downloads and lists the slices to merge. Raises InputError if any are unfinished or don't match the request."""
     folders = []
     problems = Problems()
     count = request.merge_slices or 0
     slices = [slice_of(request, number, count) for number in range(count)]
     for of_slice in slices if request.destination else ():
-        problems.attempt(of_slice.destination.fetch, say)
+        problems.attempt(of_slice.destination.fetch)
     problems.stop_if_any()
     for number, of_slice in enumerate(slices):
         folder = of_slice.output
@@ -74,51 +74,42 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any], say: Calla
 
 
 def merged_parts(
-    folders: Sequence[Path],
-    start: Position,
-    input_bytes: int,
-    removed: np.ndarray,
+    folders: Sequence[Path], start: Position, input_bytes: int, removed: np.ndarray | None
 ) -> Iterator[EncodedPart]:
     """Yields the documents in all slices in order, beginning at `start`, a (slice, part) position.
 
-    removed: sorted indices, across all slices, of near duplicates to remove.
+    removed: (documents in all slices,) bool, True for near duplicates to remove; None to keep all documents.
     """
-    first_of_slice = 0
-    for number, folder in enumerate(folders):
-        manifest = read_manifest(folder)
+    manifests = [read_manifest(folder) for folder in folders]
+    sizes = [sum(shard.documents for shard in manifest.shards) for manifest in manifests]
+    if removed is None:
+        removed = np.zeros(sum(sizes), bool)
+    for number, of_slice in enumerate(np.split(removed, np.cumsum(sizes)[:-1])):
         if number >= start.source:
             first = start.part if number == start.source else 0
-            share = input_bytes // len(folders)
             # Skip parts by reading them, because the text files don't support seeking.
-            parts = slice_parts(manifest, number, share, removed, first_of_slice)
+            parts = slice_parts(manifests[number], number, input_bytes // len(folders), of_slice)
             yield from itertools.islice(parts, first, None)
-        first_of_slice += sum(shard.documents for shard in manifest.shards)
 
 
-def slice_parts(
-    manifest: Manifest, number: int, input_bytes: int, removed: np.ndarray, first_of_slice: int
-) -> Iterator[EncodedPart]:
+def slice_parts(manifest: Manifest, number: int, input_bytes: int, removed: np.ndarray) -> Iterator[EncodedPart]:
     """Yields a slice's documents in parts, in input order. The last part contains only counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
-    text = stored_lines(manifest) if has_text(manifest) else None
+    text = stored_lines(manifest) if (manifest.folder / TEXT_FOLDER).is_dir() else None
     part = first = read = 0
     while first < order.documents:
         documents = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
         ends = np.cumsum(documents["end"].astype(np.int64))
         taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
         documents = documents[:taken]
-        ends = ends[:taken]
-        ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
+        documents["end"] = ends[:taken]
+        ids = np.empty(int(ends[taken - 1]), id_dtype(manifest.dtype))
         reader.read(read, ids)
         read += len(ids)
-        documents["end"] = ends
-        number_of_first = first_of_slice + first
-        left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
-        kept = np.ones(taken, bool)
-        kept[removed[left:right].astype(np.int64) - number_of_first] = False
+        kept = ~removed[first : first + taken]
         counts = Tally(
-            near_duplicate_documents=int(right - left),
+            near_duplicate_documents=taken - int(kept.sum()),
             input_bytes=round(input_bytes * len(ids) / reader.tokens),
         )
         encoded = EncodedPart(

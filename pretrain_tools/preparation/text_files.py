@@ -33,7 +33,7 @@ def document_line(record: Record) -> bytes:
 
 
 def compress(plain: Path, path: Path) -> None:
-    """Compresses a file and flushes the result to disk. The output doesn't depend on the number of cores."""
+    """Compresses a file. The output doesn't depend on the number of cores."""
     import zstandard
 
     path.parent.mkdir(exist_ok=True)
@@ -41,18 +41,11 @@ def compress(plain: Path, path: Path) -> None:
     compressor = zstandard.ZstdCompressor(level=LEVEL, threads=max(1, os.cpu_count() or 1))
     with plain.open("rb") as source, path.open("wb") as target:
         compressor.copy_stream(source, target, size=plain.stat().st_size)
-        target.flush()
-        os.fsync(target.fileno())
 
 
 def text_name(shard: str) -> str:
     """Returns the path of a shard's text file: train-00000.bin -> text/train-00000.jsonl.zst."""
     return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
-
-
-def has_text(manifest: Manifest) -> bool:
-    """Returns True if a prepared folder contains text files."""
-    return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
 
 
 def stored_lines(manifest: Manifest) -> Iterator[bytes]:

@@ -1,6 +1,5 @@
 """Trains and extends byte-level BPE tokenizers. The result is deterministic."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, LoadedTokenizer, load
 from pretrain.errors import InputError
 from pretrain.files import as_json
 from pretrain_tools.preparation.collector import count_problems
-from pretrain_tools.preparation.documents.records import Record
+from pretrain_tools.preparation.documents.records import Record, is_drawn
 from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.encode import ReferenceEncoder
 from pretrain_tools.preparation.encoded_part import Tally
@@ -48,7 +47,11 @@ class Sample:
     text_bytes: int = 0
     skipped: Tally = field(default_factory=Tally)
     """Number of bad records."""
-    held_out: tuple[bytes, ...] = ()
+    held_out: list[bytes] = field(default_factory=list)
+
+    @property
+    def held_out_bytes(self) -> int:
+        return sum(map(len, self.held_out))
 
     @property
     def is_full(self) -> bool:
@@ -69,20 +72,18 @@ def train_tokenizer(request: PreparationRequest) -> None:
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if size < smallest and base is None:
         raise InputError(f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus the special tokens)")
-    # Omit defaults, so that folders made before these options existed still match.
-    chosen = {
-        "pre_tokenizer": request.pre_tokenizer,
-        "special_tokens": special_tokens,
-        "extends": base and {"name": base.name, "sha256": base.sha256},
-    }
     record = {
         "vocabulary_size": size,
         "sample_bytes": limit,
-        **{name: value for name, value in chosen.items() if value},
+        "pre_tokenizer": request.pre_tokenizer,
+        "special_tokens": special_tokens,
+        "extends": base and {"name": base.name, "sha256": base.sha256},
         "options": request.options.as_plan(),
         "sources": request.documents.description(),
         **request.split.as_plan(),
     }
+    # Omit defaults, so that folders made before these options existed still match.
+    record = {name: value for name, value in record.items() if value}
     refuse_other_files(output, RECORD_FILE)
     if (output / RECORD_FILE).is_file():
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
@@ -115,36 +116,27 @@ def train_tokenizer(request: PreparationRequest) -> None:
 
 
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
-    held_out: list[bytes] = []
-    held_out_bytes = 0
     for record in itertools.islice(_records(request, sample.skipped), request.options.max_documents):
         text = record.text
         if record.is_validation:
-            if held_out_bytes < HELD_OUT_BYTES:
-                held_out.append(text)
-                held_out_bytes += len(text)
-        elif not sample.is_full and _is_drawn(text, sample.fraction):
+            if sample.held_out_bytes < HELD_OUT_BYTES:
+                sample.held_out.append(text)
+        elif not sample.is_full and is_drawn(text, sample.fraction, first_byte=8):
             sample.documents += 1
             sample.text_bytes += len(text)
             characters = text.decode()
             for start in range(0, len(characters), LONGEST_PIECE_CHARACTERS):
                 yield characters[start : start + LONGEST_PIECE_CHARACTERS]
-        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not request.options.validation_fraction):
+        if sample.is_full and (sample.held_out_bytes >= HELD_OUT_BYTES or not request.options.validation_fraction):
             break
-    sample.held_out = tuple(held_out)
-
-
-def _is_drawn(text: bytes, fraction: float) -> bool:
-    """Returns True for a random fraction of the documents, chosen by hash independently of the validation split."""
-    return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
     """Yields the documents that a preparation would read, without its limits."""
     for part in request.documents.parts(request.options.reading, BEGINNING):
-        found = read_part(part, request.options, request.split)
-        count_problems(found.problems, skipped, request.options)
-        yield from found.records
+        records, _, problems = read_part(part, request.options, request.split)
+        count_problems(problems, skipped, request.options)
+        yield from records
 
 
 def _trained(
@@ -185,7 +177,7 @@ def _trained(
     )
 
 
-def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> float:
+def _bytes_per_token(tokenizer: LoadedTokenizer, texts: list[bytes]) -> float:
     tokens = sum(len(ids) for ids in ReferenceEncoder(tokenizer).encode(texts))
     return sum(map(len, texts)) / max(1, tokens)
 
@@ -197,6 +189,5 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample) -> None:
     if sample.skipped.bad_records:
         print(f"  {sample.skipped.bad_records:,} bad records were skipped.")
     if sample.held_out:
-        held_out_bytes = sum(len(text) for text in sample.held_out)
-        where = f"on {held_out_bytes:,} bytes of held-out validation documents"
+        where = f"on {sample.held_out_bytes:,} bytes of held-out validation documents"
         print(f"  {_bytes_per_token(load_tokenizer(output), sample.held_out):.3f} bytes per token {where}")

@@ -1,7 +1,8 @@
 """Uploads outputs to URLs, file by file, from a local staging folder."""
 
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from pretrain.data.shards import verify_shards
 from pretrain.errors import InputError, one_line
 from pretrain.files import seal, shown, write_durably
+from pretrain.terminal import say
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_store import MirrorStore
@@ -64,7 +66,7 @@ class Destination:
         except Exception as error:  # each file system raises its own exceptions
             raise InputError(f"{problem}: {one_line(error)}{remedy}") from None
 
-    def fill(self, say: Callable[[str], None]) -> int:
+    def fill(self) -> int:
         """Uploads missing files, verifies their hashes, and returns the number of uploaded files.
 
         Raises InputError if an upload fails. Call this again to resume.
@@ -81,13 +83,13 @@ class Destination:
             for name in names:
                 entry = seal(self.local / name)
                 if self._store.put_file(self.local / name, name, entry):
-                    say(f"copied {name} ({entry['bytes'] / 1e6:,.1f} MB) to {self.shown}")
+                    say(f"copied {name} ({entry['bytes'] / 1e6:,.1f} MB) to {self.shown}", sys.stderr)
                     number += 1
             if UNFINISHED_FILE in held:
                 self._store.system.rm_file(UNFINISHED_FILE)
         return number
 
-    def fetch(self, say: Callable[[str], None]) -> None:
+    def fetch(self) -> None:
         """Downloads the folder if it is complete at the URL but not locally. Call this again to resume.
 
         Raises InputError if the folder is unreadable or damaged.
@@ -113,7 +115,7 @@ class Destination:
             raise InputError(
                 *problems, f"{self.local}: differs from the data at {self.shown}; remove it to download the data again"
             )
-        say(f"copied {self.shown} to {self.local}")
+        say(f"copied {self.shown} to {self.local}", sys.stderr)
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pretrain_tools.preparation.documents.records import Record
+from pretrain_tools.preparation.documents.records import Record, is_drawn
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
 """Preferred places to split a document: between paragraphs, otherwise between lines, otherwise between words."""
@@ -29,7 +29,7 @@ class ValidationSplit:
         if record.is_validation is not None:
             return [record]
         if self.divided_sha256 is None or hashlib.sha256(text).hexdigest() != self.divided_sha256:
-            return [record._replace(is_validation=is_validation_text(text, self.fraction))]
+            return [record._replace(is_validation=is_drawn(text, self.fraction))]
         head = text[: self.tail_from]
         place_of_tail = record.place + head.count(b"\n")
         return [
@@ -43,12 +43,6 @@ class ValidationSplit:
         return {"held_out_tail": tail} if self.divided_sha256 else {}
 
 
-def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Returns True if a document is in the validation split, based on the first 8 bytes of its SHA-256."""
-    # Never change this, because a document must be in the same split in all prepared folders.
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
-
-
 def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
     """Splits by hash, or holds out the tail of the largest document if one split would be empty.
 
@@ -58,7 +52,7 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
     total = 0
     splits = set()
     for text in texts:
-        splits.add(is_validation_text(text, fraction))
+        splits.add(is_drawn(text, fraction))
         if len(splits) == 2:
             return ValidationSplit(fraction)
         largest = max(largest, text, key=len)

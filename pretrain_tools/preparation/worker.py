@@ -22,36 +22,33 @@ SAMPLE_BYTES = 4096
 FIRST_DOCUMENTS = 4
 
 
-@dataclass
-class Documents:
-    """Documents read from one part of the input."""
+def read_part(
+    part: Part, options: PreparationOptions, split: ValidationSplit
+) -> tuple[list[Record], Tally, list[Problem]]:
+    """Reads one part of the input. With on_error=stop, stops at the first bad record.
 
-    counts: Tally
-    records: list[Record] = field(default_factory=list)
-    """Records with text and an assigned split."""
-    problems: list[Problem] = field(default_factory=list)
-
-
-def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
-    """Reads the documents in one part of the input. With on_error=stop, stops at the first bad record."""
-    found = Documents(Tally(input_bytes=part.input_bytes))
+    Returns (records with text and an assigned split, counts of skipped documents, bad records).
+    """
+    records = []
+    counts = Tally(input_bytes=part.input_bytes)
+    problems = []
     for source, record in part.records(options.reading):
         if record.text:
-            found.records += split.pieces(record._replace(source=source.name))
+            records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
             # The manifest doesn't contain local folders.
             name = place_text(source.name, source.format, record.place)
-            found.problems.append(Problem(source.place(record.place), name, record.problem, record.problem_records))
+            problems.append(Problem(source.place(record.place), name, record.problem, record.problem_records))
             if options.on_error == "stop":
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
         elif record.not_read is not None:
-            add_numbers(found.counts.unread_members, {record.not_read: 1})
+            add_numbers(counts.unread_members, {record.not_read: 1})
         elif record.text is None:
-            found.counts.filtered_documents += 1
+            counts.filtered_documents += 1
         else:
-            found.counts.empty_documents += 1
-    return found
+            counts.empty_documents += 1
+    return records, counts, problems
 
 
 @dataclass
@@ -71,52 +68,47 @@ class PartEncoder:
         near_duplicates = self.options.near_duplicates
         if near_duplicates is not None:
             near_duplicates.signatures(*near_duplicates.words([b"compiled once"]))
-        if self.options.cleaning is not None:
-            _ = self.options.cleaning.opened
+        for stage in self.options.cleaning.stages if self.options.cleaning else ():
+            stage.compile()
 
     def encode(self, part: Part) -> EncodedPart:
         """Reads, cleans and tokenizes one part of the input."""
         # There is already one worker per core.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         options = self.options
-        found = read_part(part, options, self.split)
+        records, counts, problems = read_part(part, options, self.split)
         if options.cleaning is not None:
-            found.records, found.counts.cleaning = options.cleaning.clean(found.records)
-        records = found.records
+            records, counts.cleaning = options.cleaning.clean(records)
         texts = [record.text for record in records]
         arrays = self.encoder.encode(texts)
         self._compare(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
-        ids = self._joined(arrays, int(tokens.sum()))
+        ids = self._joined(arrays)
         sources = [self.source_numbers[record.source] for record in records]
         places = np.array([record.place for record in records], np.uint64)
         places += HELD_OUT * np.array([record.is_validation for record in records], bool)
         near = options.near_duplicates
         return EncodedPart(
             part.after,
-            found.counts,
+            counts,
             ids=ids,
             documents=document_table(tokens, list(map(len, texts)), sources, places),
             signatures=None if near is None else near.signatures(*near.words(texts)),
             lines=list(map(document_line, records)) if options.write_text else None,
-            problems=tuple(found.problems),
+            problems=tuple(problems),
         )
 
-    def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
+    def _joined(self, arrays: list[np.ndarray]) -> np.ndarray:
         """Concatenates the documents, with an end-of-document ID after each."""
-        end = self.tokenizer.end_of_document_id
-        ids = np.full(tokens, end, dtype=dtype_for(self.tokenizer.vocabulary_size))
-        first = 0
-        for array in arrays:
-            if (array == end).any():
-                raise InputError(
-                    f"{self.tokenizer.name}: this tokenizer encodes ordinary text as its end-of-document token "
-                    f"{self.tokenizer.end_of_document!r}, so it cannot separate documents; use a different "
-                    "--end_of_document"
-                )
-            ids[first : first + len(array)] = array
-            first += len(array) + 1
-        return ids
+        end = np.array([self.tokenizer.end_of_document_id], np.uint32)
+        ids = np.concatenate([end[:0], *(piece for array in arrays for piece in (array, end))])
+        if np.count_nonzero(ids == end) > len(arrays):
+            raise InputError(
+                f"{self.tokenizer.name}: this tokenizer encodes ordinary text as its end-of-document token "
+                f"{self.tokenizer.end_of_document!r}, so it cannot separate documents; use a different "
+                "--end_of_document"
+            )
+        return ids.astype(dtype_for(self.tokenizer.vocabulary_size))
 
     def _compare(self, texts: list[bytes]) -> None:
         """Compares the fast encoder with the reference on FIRST_DOCUMENTS documents, and then on one per part.

@@ -1,7 +1,8 @@
-"""Runs jobs in this process or in a pool of local processes."""
+"""Runs jobs in this process, in a pool of local processes, or on a Ray cluster with a shared file system."""
 
 import collections
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 
 JOBS_AHEAD_PER_WORKER = 2
 # Forking starts workers in milliseconds, but is only safe on Linux.
@@ -78,3 +79,58 @@ def _end_with_parent(parent: int) -> None:
 
 def _perform_here(job: Any) -> Any:
     return _perform(job)
+
+
+def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None, address: str | None) -> Iterator[Any]:
+    """Runs jobs on Ray actors and yields the results in order.
+
+    Args:
+        workers: number of actors; None for one per CPU core in the cluster.
+        address: cluster address for ray.init; None starts Ray on this machine.
+
+    Raises InputError if Ray isn't installed or can't be reached, or if an actor keeps dying.
+    """
+    ray = _started(address, workers)
+    count = workers or int(ray.cluster_resources().get("CPU", 1))
+    try:
+        place = ray.put(perform)
+        actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)
+        actors = [actor.remote(place) for _ in range(count)]
+        results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), jobs, strict=False))
+        yield from map(ray.get, ahead(results, count * JOBS_AHEAD_PER_WORKER))
+    except ray.exceptions.RayTaskError as error:
+        # Raise the original error, as local workers do.
+        raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
+    except ray.exceptions.RayError as error:
+        raise InputError(
+            f"--engine ray: an actor died ({type(error).__name__}); run the same command again to resume"
+        ) from None
+
+
+class _Actor:
+    """Ray actor that runs jobs."""
+
+    def __init__(self, perform: Perform):
+        self._perform = perform
+
+    def perform(self, job: Any) -> Any:
+        return self._perform(job)
+
+
+def _started(address: str | None, workers: int | None):
+    try:
+        import ray
+    except ImportError:
+        raise InputError("--engine ray: Ray is not installed; run pip install 'ray>=2.40', or use --workers") from None
+    if ray.is_initialized():
+        return ray
+    here = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
+    except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
+        ray.shutdown()
+        failed = f"--ray_address {address}: cannot reach the cluster ({one_line(error)}); start it with ray start"
+        if address is None:
+            failed = f"--engine ray: Ray failed to start ({one_line(error)}); try again, or use --workers"
+        raise InputError(failed) from None
+    return ray

@@ -224,7 +224,6 @@ def test_a_writer_resumes_from_its_state(tmp_path, written_after):
     state = json.loads(json.dumps(writer.sync()))
     for _ in range(written_after):
         writer.write("train", documents(8, 3))
-    writer.close()
     writer = ShardWriter(broken, "uint16", 10, state)
     for piece in pieces[2:]:
         writer.write("train", piece)
@@ -237,7 +236,6 @@ def test_a_writer_does_not_resume_from_a_truncated_shard(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 100)
     writer.write("train", documents(4, 5, 3))
     state = writer.sync()
-    writer.close()
     (tmp_path / "train-00000.bin").write_bytes(b"12")
     with pytest.raises(InputError, match=r"train-00000\.bin: was truncated after it was written; remove"):
         ShardWriter(tmp_path, "uint16", 100, state)

@@ -7,27 +7,16 @@ import numpy as np
 import pytest
 
 from pretrain.data.shards import read_manifest
-from pretrain_tools.preparation.deduplicate import SeenDocuments, document_hashes
+from pretrain_tools.preparation.collector import document_digests
 from pretrain_tools.preparation.documents.document_index import read_index
 from support.prepared import content_of, texts, write_jsonl
 
 
-def test_the_first_of_each_kind_is_new():
-    seen = SeenDocuments()
-    rng = np.random.default_rng(0)
-    drawn, known = rng.integers(0, 500, 2000).astype(np.uint64), set()
-    for piece in np.array_split(drawn, 37):
-        expected = [not (value in known or known.add(value)) for value in piece.tolist()]
-        assert seen.add(piece).tolist() == expected
-    assert len(seen) == len(known)
-    assert seen.add(np.empty(0, np.uint64)).tolist() == []
-
-
-def test_documents_have_equal_hashes_when_they_are_equal():
+def test_documents_have_equal_digests_when_they_are_equal():
     ids = np.array([1, 2, 0, 1, 2, 0, 2, 1, 0, 0], np.uint16)
-    first, second, third, empty = document_hashes(ids, np.array([3, 6, 9, 10]))
+    first, second, third, empty = document_digests(ids, np.array([3, 6, 9, 10]))
     assert first == second and len({first, third, empty}) == 3
-    assert len(document_hashes(ids[:0], np.empty(0, np.int64))) == 0, "a partition without documents must be accepted"
+    assert document_digests(ids[:0], np.empty(0, np.int64)) == [], "a partition without documents must be accepted"
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenize
         prepare_files(tmp_path, tokenizer, deduplicate=True)
     assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
     outcome = prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
-    assert "resuming after" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().err
     skipped = Tally.recorded(tmp_path / "out")
     documents = sum(shard.documents for shard in outcome.manifest.shards)
     assert (skipped.bad_records, documents, skipped.duplicate_documents) == (1, 51, 1)

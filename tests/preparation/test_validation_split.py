@@ -6,8 +6,8 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.documents.document_index import read_index
-from pretrain_tools.preparation.documents.records import Record
-from pretrain_tools.preparation.validation_split import ValidationSplit, is_validation_text, split_with_tail
+from pretrain_tools.preparation.documents.records import Record, is_drawn
+from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 from support.prepared import content_of, stream_of
 
 PARAGRAPH = "A line of this text.\nAnother of its lines, naïve and 漢字.\n\n"
@@ -76,7 +76,7 @@ def test_many_documents_are_split_by_hash_alone():
     assert split_with_tail(iter(texts), 0.05) == ValidationSplit(0.05)
     pieces = [piece for text in texts for piece in ValidationSplit(0.05).pieces(Record(1, text))]
     assert [piece.text for piece in pieces] == texts
-    assert [piece.is_validation for piece in pieces] == [is_validation_text(text, 0.05) for text in texts]
+    assert [piece.is_validation for piece in pieces] == [is_drawn(text, 0.05) for text in texts]
 
 
 def test_reading_ends_once_both_splits_have_a_document():
@@ -86,7 +86,7 @@ def test_reading_ends_once_both_splits_have_a_document():
 
 
 def test_a_single_text_with_a_validation_hash_is_cut_too():
-    text = next(text for n in range(1000) if is_validation_text(text := f"{n} {novel(30)}".encode(), 0.05))
+    text = next(text for n in range(1000) if is_drawn(text := f"{n} {novel(30)}".encode(), 0.05))
     head, tail = split_with_tail([text], 0.05).pieces(Record(1, text))
     assert (head.is_validation, tail.is_validation) == (False, True)
     assert head.text + tail.text == text and tail.place == 1 + head.text.count(b"\n")

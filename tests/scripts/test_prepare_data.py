@@ -14,10 +14,9 @@ from pretrain.data.shards import read_manifest, verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
-from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.records import Reading, is_drawn
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encode import FastEncoder, ReferenceEncoder
-from pretrain_tools.preparation.validation_split import is_validation_text
 from support.prepared import END, as_parquet, content_of, make_parts_small, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 
@@ -31,7 +30,7 @@ def test_shards_have_every_document_in_order_with_its_end_id(tmp_path, run, toke
     encoder = ReferenceEncoder(load_tokenizer(tokenizer))
     end = read_manifest(tmp_path / "out").end_of_document_id
     for split in ("train", "validation"):
-        of_split = [d.encode() for d in documents if is_validation_text(d.encode(), 0.1) == (split == "validation")]
+        of_split = [d.encode() for d in documents if is_drawn(d.encode(), 0.1) == (split == "validation")]
         expected = [i for ids in encoder.encode(of_split) for i in [*ids.tolist(), end]]
         assert stream_of(tmp_path / "out", split).tolist() == expected
         assert read_manifest(tmp_path / "out").totals(split) == (

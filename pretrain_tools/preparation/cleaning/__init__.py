@@ -6,6 +6,7 @@ Except for near duplicates, each decision depends on a single document.
     filters: parses --filter, and loads user-defined functions
     published: Gopher, C4 and FineWeb filters
     compiled: numba kernels for words, lines and repetitions
+    document_types: the types of documents that forms detects
     forms: splits documents into lines, and detects hard-wrapped text, code and tables
     language, personal_data: filter by language, and replace personal data
     quality_classifier: trains and applies a linear quality classifier

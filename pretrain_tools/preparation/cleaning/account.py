@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
+
+from xxhash import xxh3_64_hexdigest
 
 from pretrain.data.data_record import numbers_in
 
+# These modules import numpy, which runs.py --help must not do.
 if TYPE_CHECKING:
     from pretrain_tools.preparation.documents.records import Record
 
@@ -74,14 +77,12 @@ class CleaningAccount:
         """
         text = record.text
         self._add_rules(record.source, {rule: {"documents": 1, "bytes": len(text)}})
-        drawn = self.samples.setdefault(rule, {})
-        digest = _digest_of(text)
-        if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
-            excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-            sample = {"source": record.source, "place": record.place, "bytes": len(text), "text": excerpt}
-            if measured is not None:
-                sample["value"], sample["limit"] = measured
-            self.samples[rule] = _smallest({digest: sample} | drawn, SAMPLES_PER_RULE)
+        excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
+        sample = {"source": record.source, "place": record.place, "bytes": len(text), "text": excerpt}
+        if measured is not None:
+            sample["value"], sample["limit"] = measured
+        drawn = {_digest_of(text): sample} | self.samples.get(rule, {})
+        self.samples[rule] = _smallest(drawn, SAMPLES_PER_RULE)
 
     def _add_rules(self, source: str, rules: Mapping[str, dict[str, int]]) -> None:
         if source not in self.by_source and len(self.by_source) >= MOST_SOURCES_COUNTED:
@@ -90,24 +91,23 @@ class CleaningAccount:
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
         """Records the domains of a sample of the kept documents."""
-        found = zip(texts, urls, strict=True)
-        self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
+        for text, url in zip(texts, urls, strict=True):
+            if url is not None:
+                self.domains[_digest_of(text)] = domain_of(url)
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
     def add_found(self, name: str, documents: int, entries: set[int]) -> None:
         """Counts documents that contain entries of a list, such as a benchmark. entries: their indices in the list."""
         before = self.found.get(name, {"documents": 0, "entries": ""})
-        self.found[name] = {
-            "documents": before["documents"] + documents,
-            "entries": ranges_text(numbers_in(before["entries"]) | entries),
-        }
+        entries = ranges_text(numbers_in(before["entries"]) | entries)
+        self.found[name] = {"documents": before["documents"] + documents, "entries": entries}
 
-    def add(self, other: "CleaningAccount") -> None:
+    def add(self, other: Self) -> None:
         """Adds statistics from later documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
-        for name in ("changed", "histograms"):
-            add_numbers(getattr(self, name), getattr(other, name))
+        add_numbers(self.changed, other.changed)
+        add_numbers(self.histograms, other.histograms)
         self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
             # If several documents have the same text, keep the first.
@@ -136,13 +136,12 @@ class CleaningAccount:
     def as_manifest(self) -> dict[str, Any]:
         """Returns the manifest entry, which contains everything except the samples, sorted by name."""
         rules = self.rules.values()
-        fields = ("changed", "histograms", "domains", "by_source", "found")
-        entry = {
+        entry = vars(self) | {
             "documents_in": sum(amounts["documents"] for amounts in rules),
             "bytes_in": sum(amounts["bytes"] for amounts in rules),
             "removed": self.removed,
-            **{name: getattr(self, name) for name in fields},
         }
+        del entry["samples"]
         return json.loads(json.dumps(entry, sort_keys=True))
 
 
@@ -168,8 +167,8 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
     recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
     samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}
-    names = {field.name for field in fields(CleaningAccount)}
-    return CleaningAccount(**{name: recorded[name] for name in names & recorded.keys()}, samples=samples)
+    names = recorded.keys() & {field.name for field in fields(CleaningAccount)}
+    return CleaningAccount(**{name: recorded[name] for name in names}, samples=samples)
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -192,8 +191,6 @@ def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 def _digest_of(text: bytes) -> str:
     """Hashes the beginning of a document, for reproducible sampling."""
-    from xxhash import xxh3_64_hexdigest
-
     return xxh3_64_hexdigest(text[:EXCERPT_BYTES])
 
 

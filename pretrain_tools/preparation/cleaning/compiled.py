@@ -45,20 +45,19 @@ GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" 
 @functools.cache
 def character_classes() -> np.ndarray:
     """Returns (0x110000,) uint16, the character classes of all code points."""
-    # There are no letters, spaces or punctuation above this range.
-    known = [chr(code) for code in range(0x32000)]
-    categories = list(map(unicodedata.category, known))
-    spaces = np.fromiter(map(str.isspace, known), bool)
-    punctuation = np.fromiter((category[0] == "P" for category in categories), bool)
-    closing = np.fromiter((category in ("Pe", "Pf", "Pi") for category in categories), bool)
     classes = np.full(sys.maxunicode + 1, VISIBLE, np.uint16)
-    classes[: len(known)] = (
-        SPACE * spaces
-        | ALPHABETIC * np.fromiter(map(str.isalpha, known), bool)
-        | LOWER * np.fromiter(map(str.islower, known), bool)
-        | VISIBLE * ~(spaces | punctuation)
-        | CLOSING * closing
-    )
+    # There are no letters, spaces or punctuation above this range.
+    for code in range(0x32000):
+        character = chr(code)
+        category = unicodedata.category(character)
+        is_space = character.isspace()
+        classes[code] = (
+            SPACE * is_space
+            | ALPHABETIC * character.isalpha()
+            | LOWER * character.islower()
+            | VISIBLE * (not is_space and category[0] != "P")
+            | CLOSING * (category in ("Pe", "Pf", "Pi"))
+        )
     flags = {SENTENCE_ENDS: SENTENCE_END, LINE_ENDS: LINE_END, "\"'`*_": CLOSING, "0123456789": DIGIT}
     for characters, flag in flags.items():
         classes[list(map(ord, characters))] |= flag
@@ -222,14 +221,6 @@ def _find(keys, stamps, stamp, value):
 
 
 @compiled
-def _table_size(count):
-    size = 64
-    while size < 2 * count:
-        size *= 2
-    return size
-
-
-@compiled
 def _gram(hashes, start, n):
     value = np.uint64(0)
     for index in range(np.uintp(start), np.uintp(start + n)):
@@ -289,7 +280,9 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
         broken: (documents,) output, index of the violated rule. Not written for documents without a violation.
         values: (documents,) output, the share that exceeds the limit.
     """
-    size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
+    size = 64
+    while size < 2 * (word_bounds[:, 1] - word_bounds[:, 0]).max():
+        size *= 2
     stamps = np.zeros(size, np.int64)
     table = np.empty(size, np.uint64), stamps, np.empty(size, np.int64)
     stamp = 0

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning import lm_eval_items
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.item_index import ItemIndex
@@ -45,20 +46,16 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
-class Decontamination:
+class Decontamination(CleaningStage):
     """Stage that removes documents that share `words` consecutive words with a benchmark item."""
 
+    label: ClassVar[str] = DECONTAMINATION
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
 
-    @property
-    def label(self) -> str:
-        return DECONTAMINATION
-
     def as_plan(self) -> dict[str, Any]:
         """Returns the manifest entry. `sought` is the number of items that are long enough to search for."""
-        texts = zip(self._texts, self._index.searchable, strict=True)
-        found = {(benchmark, item) for (benchmark, item, *_), can in texts if can}
+        found = {text[:2] for text in compress(self._texts, self._index.searchable)}
         sought = Counter(benchmark for benchmark, _ in found)
         return {
             "name": DECONTAMINATION,
@@ -84,13 +81,10 @@ class Decontamination:
     def _index(self) -> "ItemIndex":
         from pretrain_tools.preparation.cleaning.item_index import build_index
 
-        return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
+        _, _, texts, whole = zip(*self._texts, strict=True)
+        return build_index(texts, whole, self.words)
 
-    def open(self) -> Judge:
-        _ = self._index
-        return self._judge
-
-    def _judge(self, batch: TextBatch) -> Verdicts:
+    def judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         for document, text in self._index.find(batch.texts):
             benchmark, item, *_ = self._texts[text]
@@ -123,20 +117,13 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
         names: lm-eval tasks, groups or patterns, .yaml task files, .jsonl or .txt files with items, or folders.
     """
     problems = Problems()
-    found = []
-    tasks = []
-    for name in names:
-        files = _files_of(name)
-        found += [problems.attempt(_file_benchmark, path) for path in files]
-        tasks += [name] * (not files)
-    if tasks:
+    files = {name: _files_of(name) for name in names}
+    found = [problems.attempt(_file_benchmark, path) for paths in files.values() for path in paths]
+    if tasks := [name for name, paths in files.items() if not paths]:
         found += problems.attempt(_task_benchmarks, tasks) or []
-    benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
-    problems += [
-        f"--decontaminate {name}: contains no items; omit it"
-        for name, benchmark in benchmarks.items()
-        if not benchmark.items
-    ]
+    benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark}
+    empty = [name for name, benchmark in benchmarks.items() if not benchmark.items]
+    problems += [f"--decontaminate {name}: contains no items; omit it" for name in empty]
     problems.stop_if_any()
     return tuple(benchmarks.values())
 
@@ -144,10 +131,10 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
 def _files_of(name: str) -> list[Path]:
     """Lists the item files at a path; [] for an lm-eval task."""
     path = Path(name)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))
-        return [] if any(file.suffix in TASK_SUFFIXES for file in files) else files
-    return [path] if path.is_file() and path.suffix not in TASK_SUFFIXES else []
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    if any(file.suffix in TASK_SUFFIXES for file in files):
+        return []
+    return [file for file in files if path.is_file() or file.suffix in FILE_SUFFIXES]
 
 
 def _file_benchmark(path: Path) -> Benchmark:
@@ -163,13 +150,11 @@ def _file_benchmark(path: Path) -> Benchmark:
         raise InputError(f"--decontaminate {path}: cannot be read ({error}); it must be a UTF-8 text file") from None
     items = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            value = line if path.suffix == ".txt" else json.loads(line)
+            if line.strip():
+                items.append(lm_eval_items.record_texts(line if path.suffix == ".txt" else json.loads(line)))
         except ValueError as error:
             raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
-        items.append(lm_eval_items.record_texts(value))
     return Benchmark(path.name, items)
 
 

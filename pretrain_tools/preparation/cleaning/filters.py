@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
@@ -18,12 +19,12 @@ from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain_tools.preparation.cleaning.quality_classifier import ClassifierFilter
-from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, TextBatch, Verdicts
 
 CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
-FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
+FILTERS: dict[str, type] = {filter_class.label: filter_class for filter_class in CLASSES}
 """{name: filter class}. The dataclass fields are the filter's parameters."""
 OFF = "off"
 """Value that turns a rule off."""
@@ -38,19 +39,20 @@ def read_cleaning(
     problems.
     """
     problems = Problems()
-    stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
-    labels = [stage.label for stage in stages]
+    stages = [problems.attempt(parse_filter, text) for text in given]
+    labels = [stage.label for stage in stages if stage]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     problems += [f"--filter {label}: specified twice; remove one of them" for label in twice]
-    for stage in stages if not has_urls else ():
-        if isinstance(stage, UserFunction) and stage.takes_url:
+    for stage in stages:
+        if isinstance(stage, UserFunction) and stage.takes_url and not has_urls:
             problems.append(f"--filter {stage.label}(text, url): requires --url_field FIELD, the field with the URL")
+    first = []
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
-        judged = problems.attempt(LanguageFilter, names, code=clean)
-        first = [judged, *(sensible_set(names == ("en",)) if clean else ())]
-        stages = [stage for stage in first if stage is not None and stage.label not in labels] + stages
+        first.append(problems.attempt(LanguageFilter, names, code=clean))
+        first += sensible_set(names == ("en",)) if clean else []
     problems.stop_if_any()
+    stages = [stage for stage in first if stage.label not in labels] + stages
     return Cleaning(tuple(stages)) if stages else None
 
 
@@ -59,9 +61,8 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 
     Unlike FineWeb, checks quality first, because checking repetition is slower. Both orders keep the same documents.
     """
-    quality = GopherQuality(max_words=None)
     return [
-        quality if is_english else replace(quality, min_stop_words=None),
+        GopherQuality(max_words=None, min_stop_words=2 if is_english else None),
         GopherRepetition(),
         C4Quality(endings=False, max_curly_brackets=0.005),
         FineWebQuality(),
@@ -102,12 +103,12 @@ def parse_filter(text: str) -> CleaningStage:
     try:
         return TypeAdapter(FILTERS[name]).validate_python(values)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise InputError(*(f"--filter {text}: {problem}" for problem in wrong)) from None
+        wrong = [f"--filter {text}: {problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
+        raise InputError(*wrong) from None
 
 
 @dataclass(frozen=True)
-class UserFunction:
+class UserFunction(CleaningStage):
     """A user-defined filter, as in `--filter mine.py:keep`.
 
     keep(text) returns True to keep the document, False to remove it, or its new text. If the function has a parameter
@@ -144,34 +145,31 @@ class UserFunction:
     def as_plan(self) -> dict[str, Any]:
         return {"name": f"{Path(self.path).name}:{self.function}", "sha256": self.sha256}
 
-    def open(self) -> Judge:
+    def compile(self) -> None:
+        """Does nothing, because only real documents should reach the function."""
+
+    def judge(self, batch: TextBatch) -> Verdicts:
         keep = _load_function(self.path, self.function, self.sha256)
+        verdicts = Verdicts()
+        for number, text in enumerate(batch.texts):
+            more = {"url": batch.urls[number]} if self.takes_url else {}
+            answer = self._answer(keep, text.decode(), more)
+            if isinstance(answer, str):
+                if answer.encode() != text:
+                    verdicts.changed[number] = answer.encode()
+            elif not answer:
+                verdicts.removed[number] = ""
+        return verdicts
 
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, text in enumerate(batch.texts):
-                more = {"url": batch.urls[number]} if self.takes_url else {}
-                answer = self._answer(keep, text.decode(), more)
-                if isinstance(answer, bytes):
-                    if answer != text:
-                        verdicts.changed[number] = answer
-                elif not answer:
-                    verdicts.removed[number] = ""
-            return verdicts
-
-        return judge
-
-    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | bytes:
+    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | str:
         try:
             answer = keep(text, **more)
-            if isinstance(answer, str):
-                return answer.encode()
         except Exception as error:  # user code may raise anything
             raise InputError(
                 f"--filter {self.path}:{self.function}: failed with {type(error).__name__}: {one_line(error)} for the "
                 f"text {text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
-        if type(answer).__name__ != "bool":  # Python's or numpy's
+        if not isinstance(answer, bool | np.bool | str):
             raise InputError(
                 f"--filter {self.path}:{self.function}: must return True, False or a str, but returned {answer!r} for "
                 f"the text {text[:80]!r}"

@@ -8,8 +8,6 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-import numpy as np
-
 from pretrain_tools.preparation.cleaning.compiled import DividedTexts, divided_texts
 
 SCRIPTS_WITHOUT_SPACES = (
@@ -54,12 +52,6 @@ class _FoldedCharacters(dict):
 
 
 _FOLDED = _FoldedCharacters()
-
-
-def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint32 hashes of all documents' folded words, end index of each document)."""
-    divided = folded_texts(texts, least_words)
-    return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
 
 
 def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:

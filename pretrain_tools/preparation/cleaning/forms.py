@@ -10,10 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
+from pretrain_tools.preparation.cleaning.document_types import CODE, LINES, PARAGRAPHS, TABLE
 
-PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Document types. PARAGRAPHS: each line is a paragraph. LINES: hard-wrapped text, with sentences that span several
-lines. CODE: source code. TABLE: rows of cells."""
 LONG_LINE = 120
 """Maximum line length in hard-wrapped text. A longer line is a paragraph."""
 CONTINUES = (ord(","), ord(";"), ord("-"), 0x2013, 0x2014)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.document_types import CODE
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 FUNCTION_WORDS = {
     "en": "the of and to that is was with for you have this are from they which not be at it were but his or had by",
@@ -46,14 +46,14 @@ CODE_OR_TABLE = "code or table"
 
 
 @dataclass(frozen=True)
-class LanguageFilter(NamedFilter):
+class LanguageFilter(CleaningStage):
     """Keeps documents in these languages (ISO 639-1 codes separated by +).
 
     `minimum` is the minimum confidence, and `characters` the sample size for lingua. If `code` is True, code and
     tables are kept in any language.
     """
 
-    name: ClassVar[str] = "language"
+    label: ClassVar[str] = "language"
     languages: tuple[str, ...]
     minimum: float = 0.65
     characters: int = 200
@@ -69,33 +69,25 @@ class LanguageFilter(NamedFilter):
         if problems:
             raise InputError(*problems)
 
-    def open(self) -> Judge:
-        from pretrain_tools.preparation.cleaning.forms import CODE
-
-        wanted = {ALIKE.get(language, language) for language in self.languages}
-
-        def judge(batch: TextBatch) -> Verdicts:
-            found = []
-            for number, text in enumerate(batch.texts):
-                if self.code and batch.forms[number] >= CODE:
-                    found.append((CODE_OR_TABLE, 1.0))
-                elif language := certain_language(text):
-                    found.append((language, 1.0))
-                else:
-                    found.append(detect_by_lingua(sample_of(text, self.characters)))
-            verdicts = Verdicts(values={"language": [language for language, _ in found]})
-            for number, (language, confidence) in enumerate(found):
-                if language not in wanted and language != CODE_OR_TABLE:
-                    verdicts.removed[number] = language
-                elif confidence < self.minimum:
-                    verdicts.removed[number] = "uncertain"
-                    # Round, because lingua's last digits aren't reproducible.
-                    verdicts.measured[number] = round(confidence, 4), self.minimum
-            return verdicts
-
-        # Load lingua's models (190 MB) and compile the kernels now, so that forked workers share them.
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        wanted = {CODE_OR_TABLE, *(ALIKE.get(language, language) for language in self.languages)}
+        found = []
+        for number, text in enumerate(batch.texts):
+            if self.code and batch.forms[number] >= CODE:
+                found.append((CODE_OR_TABLE, 1.0))
+            elif language := certain_language(text):
+                found.append((language, 1.0))
+            else:
+                found.append(detect_by_lingua(sample_of(text, self.characters)))
+        verdicts = Verdicts(values={"language": [language for language, _ in found]})
+        for number, (language, confidence) in enumerate(found):
+            if language not in wanted:
+                verdicts.removed[number] = language
+            elif confidence < self.minimum:
+                verdicts.removed[number] = "uncertain"
+                # Round, because lingua's last digits aren't reproducible.
+                verdicts.measured[number] = round(confidence, 4), self.minimum
+        return verdicts
 
 
 def certain_language(text: bytes) -> str | None:
@@ -103,45 +95,41 @@ def certain_language(text: bytes) -> str | None:
     places = PLACES if len(text) > min(LOOKS) else 1
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
-        words = []
-        languages = []
-        different = set()
-        for place in range(places):
-            first = len(text) * (2 * place + 1) // (2 * places) - each // 2
-            sample = text[first : first + each].lower()
-            in_sample = sample.split()
-            words.append(len(in_sample) + (0 if sample.isascii() else len(IDEOGRAM.findall(sample))))
-            found = [LANGUAGES_OF[word] for word in in_sample if word in LANGUAGES_OF]
-            languages.append(list(itertools.chain.from_iterable(found)))
-            different.update(in_sample)
-        frequent = Counter(itertools.chain.from_iterable(languages)).most_common(2)
-        most_words = sum(words)
-        if most_words < LEAST_WORDS or not frequent:
+        samples = [text[middle - each // 2 :][:each].lower() for middle in middles(len(text), places)]
+        words = [sample.split() for sample in samples]
+        counts = [Counter(itertools.chain.from_iterable(LANGUAGES_OF.get(w, ()) for w in found)) for found in words]
+        totals = [len(found) + len(IDEOGRAM.findall(s)) for found, s in zip(words, samples, strict=True)]
+        frequent = sum(counts, Counter()).most_common(2)
+        if sum(totals) < LEAST_WORDS or not frequent:
             continue
         best, most = frequent[0]
-        second = frequent[1][1] if len(frequent) > 1 else 0
-        of_best = [of_place.count(best) for of_place in languages]
-        distinct = len(WORDS_OF[best] & different)
+        second = frequent[-1][1] if len(frequent) > 1 else 0
+        distinct = len(WORDS_OF[best].intersection(itertools.chain.from_iterable(words)))
         for share, lead, least_different in looks:
-            agree = sum(2 * count >= share * all_words for count, all_words in zip(of_best, words, strict=True))
-            is_frequent = most >= share * most_words and most >= lead * second
+            agree = sum(2 * count[best] >= share * total for count, total in zip(counts, totals, strict=True))
+            is_frequent = most >= share * sum(totals) and most >= lead * second
             if is_frequent and 2 * agree > places and distinct >= least_different:
                 return best
     return None
 
 
+def middles(length: int, places: int) -> list[int]:
+    """Returns evenly spaced locations in a document."""
+    return [length * (2 * place + 1) // (2 * places) for place in range(places)]
+
+
 def sample_of(text: bytes, characters: int) -> str:
     """Samples about this many characters at evenly spaced locations. Returns shorter documents in full."""
-    # Sample long documents at byte offsets, to avoid decoding them completely.
-    units = text if len(text) > 16 * characters else text.decode()
-    if len(units) <= characters:
-        return " ".join(units.split())
     each = max(1, characters // PLACES)
-    parts = []
-    for place in range(PLACES):
-        first = len(units) * (2 * place + 1) // (2 * PLACES) - each // 2
-        part = units[first : first + (each if isinstance(units, str) else 4 * each)]
-        parts.append((part if isinstance(part, str) else part.decode(errors="ignore"))[:each])
+    if len(text) > 16 * characters:
+        # Sample long documents at byte offsets, to avoid decoding them completely.
+        starts = [middle - each // 2 for middle in middles(len(text), PLACES)]
+        parts = [text[start : start + 4 * each].decode(errors="ignore")[:each] for start in starts]
+    else:
+        decoded = text.decode()
+        if len(decoded) <= characters:
+            return " ".join(decoded.split())
+        parts = [decoded[middle - each // 2 :][:each] for middle in middles(len(decoded), PLACES)]
     without = [part for part in parts if 3 * len(WITHOUT_SPACES.findall(part)) > len(part)]
     most = without if 2 * len(without) > len(parts) else [part for part in parts if part not in without]
     return " ".join(" ".join(most).split())

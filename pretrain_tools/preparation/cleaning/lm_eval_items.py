@@ -4,6 +4,7 @@ Runs as a separate process, because the harness starts threads, which make forki
 project: some tasks import the evaluate library, which evaluate.py would shadow.
 """
 
+import functools
 import json
 import os
 import re
@@ -101,27 +102,24 @@ def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str,
     """
     if not prompt.strip():
         return []
-    all_words = words_of(prompt)
-    shown = [field for field in strings if stands_in(field[1], prompt, all_words)] or strings
-    others = [(text, words_of(text)) for _, text in shown]
+    shown = [field for field in strings if stands_in(field[1], prompt)] or strings
     return [
-        (name, text)
-        for name, text in shown
-        if not any(text != other and stands_in(text, other, words) for other, words in others)
+        (name, text) for name, text in shown if not any(text != other and stands_in(text, other) for _, other in shown)
     ]
 
 
-def words_of(text: str) -> list[str]:
-    """Splits text into lowercase words."""
-    return WORD.findall(text.casefold())
-
-
-def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
+def stands_in(text: str, other: str) -> bool:
     """Returns True if `text` appears in `other` as whole words."""
-    words = words_of(text)
-    if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
+    words = spaced_words(text)
+    if words.strip() and words in spaced_words(other):
         return True
     return not text.isascii() and text in other  # for scripts without spaces
+
+
+@functools.lru_cache
+def spaced_words(text: str) -> str:
+    """Returns the lowercase words of a text with a space before and after each."""
+    return f" {' '.join(WORD.findall(text.casefold()))} "
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 _LETTERS = rb"A-Za-z0-9!#$%&'*+/=?^_`{|}~-"
 _NAME = rb"[%s]+" % _LETTERS
@@ -45,13 +44,13 @@ BEFORE_BYTES = 60
 
 
 @dataclass(frozen=True)
-class PersonalData(NamedFilter):
+class PersonalData(CleaningStage):
     """Replaces e-mail addresses and public IPv4 addresses with unused ones, as in FineWeb.
 
     Use + to separate several replacements, which then alternate within a document.
     """
 
-    name: ClassVar[str] = "personal_data"
+    label: ClassVar[str] = "personal_data"
     mail: tuple[str, ...] | None = ("email@example.com", "firstname.lastname@example.org")
     ip: tuple[str, ...] | None = (
         "22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11", "18.104.22.168"
@@ -60,7 +59,6 @@ class PersonalData(NamedFilter):
     def judge(self, batch: TextBatch) -> Verdicts:
         mails = [text.encode() for text in self.mail or ()]
         ips = [text.encode() for text in self.ip or ()]
-
         verdicts = Verdicts()
         for number, text in enumerate(batch.texts):
             changed = text

@@ -9,12 +9,13 @@ The rules were designed for web pages. If `by_form` is True, each rule applies o
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.document_types import CODE, LINES, PARAGRAPHS, TABLE
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
@@ -32,24 +33,6 @@ PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
 """Phrases that the C4 rules search for."""
 
 
-class NamedFilter:
-    """Base class for filters in FILTERS. Subclasses define `judge` or override `open`."""
-
-    name: ClassVar[str]
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-    def open(self) -> Judge:
-        self.judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return self.judge
-
-    def as_plan(self) -> dict[str, Any]:
-        values = asdict(self)
-        return {"name": self.name, **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}}
-
-
 class Rule(NamedTuple):
     """A rule that limits a measured value."""
 
@@ -58,18 +41,21 @@ class Rule(NamedTuple):
     """(documents,)"""
     limit: float | None
     """None turns the rule off."""
+    fits: np.ndarray | bool = True
+    """(documents,) bool: documents that the rule applies to; True for all."""
     is_least: bool = False
     """True if the limit is a minimum, False if it is a maximum."""
-    fits: np.ndarray | None = None
-    """(documents,) bool: documents that the rule applies to; None for all."""
 
     @property
     def broken(self) -> np.ndarray:
         """(documents,) bool: True for documents that violate the rule."""
-        if self.limit is None:
-            return np.zeros(len(self.values), bool)
-        beyond = self.values < self.limit if self.is_least else self.values > self.limit
-        return beyond if self.fits is None else beyond & self.fits
+        limit = _or_nan(self.limit)
+        return (self.values < limit if self.is_least else self.values > limit) & self.fits
+
+
+def _or_nan(limits: float | list[float | None] | None) -> np.ndarray:
+    """Converts limits to an array. None becomes NaN, which nothing exceeds."""
+    return np.array(limits, np.float64)
 
 
 def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
@@ -87,33 +73,21 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-class Forms(NamedTuple):
-    """Document types (see forms.py) as (documents,) bool arrays."""
+class _ByForm(CleaningStage):
+    """Base class of the published filters."""
 
-    page: np.ndarray
-    set_in_lines: np.ndarray
-    code: np.ndarray
-    table: np.ndarray
+    by_form: bool = True
 
-    @property
-    def prose(self) -> np.ndarray:
-        """(documents,) bool"""
-        return self.page | self.set_in_lines
-
-
-def _forms(batch: TextBatch, by_form: bool) -> Forms:
-    """Returns the documents' types. If `by_form` is False, treats all of them as web pages."""
-    from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
-
-    found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
-    return Forms(*(found == form for form in (PARAGRAPHS, LINES, CODE, TABLE)))
+    def forms(self, batch: TextBatch) -> np.ndarray:
+        """Returns (documents,) types. If `by_form` is False, all documents are web pages."""
+        return batch.forms if self.by_form else np.full(len(batch), PARAGRAPHS)
 
 
 @dataclass(frozen=True)
-class GopherQuality(NamedFilter):
+class GopherQuality(_ByForm):
     """Gopher's quality rules. None turns a rule off."""
 
-    name: ClassVar[str] = "gopher_quality"
+    label: ClassVar[str] = "gopher_quality"
     min_words: int | None = 50
     max_words: int | None = 100_000
     min_word_length: float | None = 3
@@ -140,7 +114,6 @@ class GopherQuality(NamedFilter):
         ellipses = _share(np.array([sum(map(text.count, DOTS)) for text in batch.texts]), words)
         bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
         dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
-        prose = _forms(batch, self.by_form).prose
         rules = [
             Rule("few_words", words, self.min_words, is_least=True),
             Rule("many_words", words, self.max_words),
@@ -153,14 +126,15 @@ class GopherQuality(NamedFilter):
             Rule("few_alphabetic_words", _share(alphabetic, words), self.min_alphabetic_words, is_least=True),
             Rule("few_stop_words", found, self.min_stop_words, is_least=True),
         ]
+        prose = self.forms(batch) <= LINES
         return verdicts_of([rule._replace(fits=prose) for rule in rules])
 
 
 @dataclass(frozen=True)
-class GopherRepetition(NamedFilter):
+class GopherRepetition(_ByForm):
     """Gopher's repetition rules. Each limit is a maximum share of lines, paragraphs or characters."""
 
-    name: ClassVar[str] = "gopher_repetition"
+    label: ClassVar[str] = "gopher_repetition"
     duplicate_paragraphs: float | None = 0.3
     duplicate_paragraph_characters: float | None = 0.2
     duplicate_lines: float | None = 0.3
@@ -179,27 +153,34 @@ class GopherRepetition(NamedFilter):
     def judge(self, batch: TextBatch) -> Verdicts:
         from pretrain_tools.preparation.cleaning.compiled import GRAM_RULES, repetitions
 
-        given = (getattr(self, rule) for rule in GRAM_RULES)
-        limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
+        limits = _or_nan([getattr(self, rule) for rule in GRAM_RULES])
         divided = batch.divided
         lines = batch.lines
         blocks = lines.blocks
-        forms = _forms(batch, self.by_form)
+        forms = self.forms(batch)
+        page = forms == PARAGRAPHS
         total = lines.characters + lines.counts - 1
-        block_share = _share(blocks.repeated[0], blocks.counts)
-        block_characters = _share(blocks.repeated[1], total)
-        line_share = _share(lines.repeated[0], lines.counts)
-        line_characters = _share(lines.repeated[1], total)
-        measured = {
-            "duplicate_paragraphs": (block_share, forms.page),
-            "duplicate_paragraph_characters": (block_characters, forms.prose),
-            "duplicate_lines": (line_share, forms.page),
-            "duplicate_line_characters": (line_characters, forms.page | forms.table),
-        }
+        of_blocks, in_blocks = blocks.repeated
+        of_lines, in_lines = lines.repeated
         verdicts = verdicts_of(
-            [Rule(name, values, getattr(self, name), fits=fits) for name, (values, fits) in measured.items()]
+            [
+                Rule("duplicate_paragraphs", _share(of_blocks, blocks.counts), self.duplicate_paragraphs, page),
+                Rule(
+                    "duplicate_paragraph_characters",
+                    _share(in_blocks, total),
+                    self.duplicate_paragraph_characters,
+                    forms <= LINES,
+                ),
+                Rule("duplicate_lines", _share(of_lines, lines.counts), self.duplicate_lines, page),
+                Rule(
+                    "duplicate_line_characters",
+                    _share(in_lines, total),
+                    self.duplicate_line_characters,
+                    page | (forms == TABLE),
+                ),
+            ]
         )
-        skipped = forms.code
+        skipped = forms == CODE
         skipped[list(verdicts.removed)] = True
         broken = np.full(len(batch), -1)
         values = np.zeros(len(batch))
@@ -211,10 +192,10 @@ class GopherRepetition(NamedFilter):
 
 
 @dataclass(frozen=True)
-class FineWebQuality(NamedFilter):
+class FineWebQuality(_ByForm):
     """FineWeb's quality rules."""
 
-    name: ClassVar[str] = "fineweb"
+    label: ClassVar[str] = "fineweb"
     min_ending_lines: float | None = 0.12
     max_short_lines: float | None = 0.67
     short_line_characters: int = 30
@@ -225,32 +206,33 @@ class FineWebQuality(NamedFilter):
     def judge(self, batch: TextBatch) -> Verdicts:
         lines = batch.lines
         blocks = lines.blocks
-        forms = _forms(batch, self.by_form)
+        forms = self.forms(batch)
+        page = forms == PARAGRAPHS
         by_line = _share(lines.totals(lines.ends_sentence), lines.counts)
         by_block = _share(blocks.totals(blocks.ends_sentence), blocks.counts)
-        ending = np.where(forms.set_in_lines, by_block, by_line)
+        ending = np.where(forms == LINES, by_block, by_line)
         short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
         duplicate = _share(lines.repeated[1], lines.characters)
         newlines = _share(lines.counts - 1, lines.totals("words"))
         return verdicts_of(
             [
                 Rule("empty", lines.counts, 1, is_least=True),
-                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms.prose),
-                Rule("short_lines", short, self.max_short_lines, fits=forms.page),
-                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=forms.page),
-                Rule("many_lines", newlines, self.max_newlines_per_word, fits=forms.page),
+                Rule("few_ending_lines", ending, self.min_ending_lines, forms <= LINES, is_least=True),
+                Rule("short_lines", short, self.max_short_lines, page),
+                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, page),
+                Rule("many_lines", newlines, self.max_newlines_per_word, page),
             ]
         )
 
 
 @dataclass(frozen=True)
-class C4Quality(NamedFilter):
+class C4Quality(_ByForm):
     """C4's rules, which remove lines, citation marks such as [1], and whole documents.
 
     `max_curly_brackets` is the maximum number of opening curly brackets per word.
     """
 
-    name: ClassVar[str] = "c4"
+    label: ClassVar[str] = "c4"
     min_sentences: int | None = 5
     min_words_per_line: int | None = 3
     max_word_characters: int | None = 1000
@@ -263,22 +245,22 @@ class C4Quality(NamedFilter):
     by_form: bool = True
 
     def judge(self, batch: TextBatch) -> Verdicts:
-        forms = _forms(batch, self.by_form)
-        prose = forms.prose
-        cited = {}
-        for number, text in enumerate(batch.texts if self.citations else ()):
-            if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
-                cited[number] = without
-        texts = [cited.get(number, text) for number, text in enumerate(batch.texts)]
-        lines = TextBatch(texts, batch.urls).lines if cited else batch.lines
+        forms = self.forms(batch)
+        prose = forms <= LINES
+        is_page = forms == PARAGRAPHS
+        texts = batch.texts
+        if self.citations:
+            cited = zip(batch.texts, prose, strict=True)
+            texts = [CITATION.sub(b"", text) if is_prose else text for text, is_prose in cited]
+        lines = batch.lines if texts == batch.texts else TextBatch(texts, batch.urls).lines
         table = lines.table
         document = table["document"]
         found = phrases_in(lines, prose[document])
-        most = np.inf if self.max_word_characters is None else self.max_word_characters
+        too_long = table["longest_word"] > _or_nan(self.max_word_characters)
         no_end = self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots)
-        few_words = table["words"] < (self.min_words_per_line or 0)
-        page = forms.page[document]
-        stays = ~(page & ((table["longest_word"] > most) | no_end | few_words))
+        few_words = table["words"] < _or_nan(self.min_words_per_line)
+        page = is_page[document]
+        stays = ~(page & (too_long | no_end | few_words))
         # As in C4, count these before the rules `javascript` and `policies`, respectively, remove lines.
         lorem = lines.totals(found[b"lorem ipsum"] * stays)
         stays &= ~(page & self.javascript & (found[b"javascript"] > 0))
@@ -287,14 +269,14 @@ class C4Quality(NamedFilter):
         sentences = lines.totals(table["sentences"] * stays)
         verdicts = verdicts_of(
             [
-                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
-                Rule("curly_bracket", curly, self.max_curly_brackets, fits=forms.page),
-                Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
+                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, prose),
+                Rule("curly_bracket", curly, self.max_curly_brackets, is_page),
+                Rule("few_sentences", sentences, self.min_sentences, prose, is_least=True),
             ]
         )
         joined = lines.joined(stays)
         for number, text in enumerate(batch.texts):
-            new = joined[number] if forms.page[number] else texts[number]
+            new = joined[number] if is_page[number] else texts[number]
             if number not in verdicts.removed and new != text:
                 verdicts.changed[number] = new
         return verdicts

@@ -3,11 +3,11 @@
 GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) used similar classifiers to select their data.
 """
 
-import hashlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,8 @@ import numpy as np
 
 from pretrain.errors import InputError
 from pretrain.files import as_json, sha256_of, write_durably
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
-from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
+from pretrain_tools.preparation.documents.records import Reading, is_drawn
 from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
 BUCKETS = 1 << 18
@@ -33,30 +32,29 @@ CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
 
 
 @dataclass(frozen=True)
-class ClassifierFilter(NamedFilter):
+class ClassifierFilter(CleaningStage):
     """Keeps documents that a trained classifier scores at `minimum` or higher. `model` is the classifier's folder."""
 
-    name: ClassVar[str] = "classifier"
+    label: ClassVar[str] = "classifier"
     model: str
     minimum: float = 0.5
 
     def __post_init__(self) -> None:
-        read_classifier(self.model)
+        _ = self._weights
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        return read_classifier(self.model)
 
     def as_plan(self) -> dict[str, Any]:
         sha256 = sha256_of(Path(self.model, WEIGHTS_FILE))
         return super().as_plan() | {"model": Path(self.model).name, "sha256": sha256}
 
-    def open(self) -> Judge:
-        weights = read_classifier(self.model)
-
-        def judge(batch: TextBatch) -> Verdicts:
-            scores = quality_scores(batch.texts, weights)
-            verdicts = Verdicts(values={"classifier": [f"{np.floor(score * 20) / 20:.2f}" for score in scores]})
-            verdicts.removed = dict.fromkeys(np.flatnonzero(scores < self.minimum).tolist(), "")
-            return verdicts
-
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        scores = quality_scores(batch.texts, self._weights)
+        verdicts = Verdicts(values={"classifier": [f"{np.floor(score * 20) / 20:.2f}" for score in scores]})
+        verdicts.removed = dict.fromkeys(np.flatnonzero(scores < self.minimum).tolist(), "")
+        return verdicts
 
 
 def read_classifier(folder: str) -> np.ndarray:
@@ -64,15 +62,14 @@ def read_classifier(folder: str) -> np.ndarray:
     try:
         record = json.loads(Path(folder, CLASSIFIER_FILE).read_bytes())
         weights = np.load(Path(folder, WEIGHTS_FILE), allow_pickle=False)
+        if CLASSIFIER_FORMAT.items() <= record.items() and weights.shape == (BUCKETS + 1,):
+            return weights.astype(np.float32)
     except (OSError, ValueError):
-        record = {}
-        weights = np.empty(0)
-    if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
-        raise InputError(
-            f"--filter classifier: model={folder}: is not a classifier from this version of Groundwork; train one "
-            "with prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
-        )
-    return weights.astype(np.float32)
+        pass
+    raise InputError(
+        f"--filter classifier: model={folder}: is not a classifier from this version of Groundwork; train one "
+        "with prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
+    )
 
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
@@ -98,38 +95,37 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         good: glob pattern for files with good documents.
         other: glob pattern for files with ordinary documents.
     """
-    ours = {CLASSIFIER_FILE, WEIGHTS_FILE, f".{CLASSIFIER_FILE}.new", f".{WEIGHTS_FILE}.new"}
+    ours = {CLASSIFIER_FILE, WEIGHTS_FILE, f".{CLASSIFIER_FILE}.new"}
     if output.is_dir() and {path.name for path in output.iterdir()} - ours:
         raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
-    texts = [list(_texts_of(pattern, reading)) for pattern in (good, other)]
-    for pattern, found in zip((good, other), texts, strict=True):
+    texts: list[bytes] = []
+    labels: list[float] = []
+    for pattern, label in ((good, 1.0), (other, 0.0)):
+        found = list(_texts_of(pattern, reading))
         if len(found) < FEWEST_TEXTS:
             raise InputError(
                 f"--train_classifier {pattern}: contains only {len(found)} documents, but at least "
                 f"{FEWEST_TEXTS} are required"
             )
-    together = texts[0] + texts[1]
-    labels = np.repeat([1.0, 0.0], [len(found) for found in texts])
-    drawn = [int.from_bytes(hashlib.sha256(text).digest()[:8]) for text in together]
-    held_out = np.array(drawn) < HELD_OUT * 2.0**64
+        texts += found
+        labels += [label] * len(found)
+    is_good = np.array(labels)
+    held_out = np.array([is_drawn(text, HELD_OUT) for text in texts])
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=INVERSE_REGULARIZATION, class_weight="balanced", max_iter=MOST_STEPS)
-    model.fit(features_of([together[n] for n in np.flatnonzero(~held_out)]), labels[~held_out])
+    model.fit(features_of(list(compress(texts, ~held_out))), is_good[~held_out])
     weights = np.append(model.coef_[0], model.intercept_).astype(np.float32)
-    scores = quality_scores([together[n] for n in np.flatnonzero(held_out)], weights)
-    measured = _measures(scores, labels[held_out])
+    scores = quality_scores(list(compress(texts, held_out)), weights)
     record = {
         **CLASSIFIER_FORMAT,
-        "good": {"texts": len(texts[0])},
-        "other": {"texts": len(texts[1])},
-        "held_out": measured,
+        "good": {"texts": labels.count(1.0)},
+        "other": {"texts": labels.count(0.0)},
+        "held_out": _measures(scores, is_good[held_out]),
     }
     try:
         output.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        np.save(content, weights)
-        write_durably(output / WEIGHTS_FILE, content.getvalue())
+        np.save(output / WEIGHTS_FILE, weights)
         write_durably(output / CLASSIFIER_FILE, as_json(record))
     except OSError as error:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
@@ -149,8 +145,8 @@ def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """Computes balanced accuracy and ROC AUC; both are None if all labels are equal."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-    if len(np.unique(labels)) < 2:
-        return {"texts": len(scores), "accuracy": None, "auc": None}
-    accuracy = balanced_accuracy_score(labels, scores >= 0.5)
-    auc = roc_auc_score(labels, scores)
-    return {"texts": len(scores), "accuracy": round(float(accuracy), 4), "auc": round(float(auc), 4)}
+    measures = {"texts": len(scores), "accuracy": None, "auc": None}
+    if len(np.unique(labels)) == 2:
+        measures["accuracy"] = round(float(balanced_accuracy_score(labels, scores >= 0.5)), 4)
+        measures["auc"] = round(float(roc_auc_score(labels, scores)), 4)
+    return measures

@@ -1,17 +1,14 @@
-"""Runs the cleaning stages on documents.
-
-A stage is a frozen, picklable dataclass whose fields are its parameters. Expensive setup belongs in `open`, which is
-called once in the main process before workers are forked. On Ray, each worker calls it.
-"""
+"""Runs the cleaning stages on documents."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
 
+# These modules import numpy and numba, which are slow.
 if TYPE_CHECKING:
     import numpy as np
 
@@ -50,7 +47,7 @@ class TextBatch:
 
     @cached_property
     def forms(self) -> "np.ndarray":
-        """(documents,) type of each document, detected before any changes."""
+        """(documents,) type of each document, detected before any changes: PARAGRAPHS, LINES, CODE or TABLE."""
         from pretrain_tools.preparation.cleaning.forms import forms_of
 
         return forms_of(self.divided, self.lines)
@@ -80,24 +77,23 @@ class Verdicts:
     """{document: {list, such as a benchmark: indices of the entries found in the document}}."""
 
 
-Judge = Callable[[TextBatch], Verdicts]
+class CleaningStage:
+    """Base class of the stages, which are frozen, picklable dataclasses. Their fields are their parameters."""
 
-
-class CleaningStage(Protocol):
-    """Interface of a cleaning stage."""
-
-    @property
-    def label(self) -> str:
-        """Unique name of the stage in the manifest."""
+    label: ClassVar[str]
+    """Unique name of the stage in the manifest."""
 
     def as_plan(self) -> dict[str, Any]:
         """Returns the manifest entry: the name and all parameters that affect decisions (file hashes, not paths)."""
+        return {"name": self.label, **asdict(self)}
 
-    def open(self) -> Judge:
-        """Returns the function that processes batches. Each decision must depend only on the document itself.
+    def judge(self, batch: TextBatch) -> Verdicts:
+        """Decides about a batch. Each decision must depend only on the document itself."""
+        raise NotImplementedError
 
-        Compiles kernels, because workers are forked later.
-        """
+    def compile(self) -> None:
+        """Compiles kernels and loads models. Called before workers are forked, so that they share these."""
+        self.judge(TextBatch([b"compiled once, before workers are forked"], [None]))
 
 
 @dataclass(frozen=True)
@@ -110,14 +106,6 @@ class Cleaning:
         """Returns the manifest entry."""
         return [stage.as_plan() for stage in self.stages]
 
-    @cached_property
-    def opened(self) -> list[tuple[str, Judge]]:
-        """(label, function) for each stage."""
-        return [(stage.label, stage.open()) for stage in self.stages]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"stages": self.stages}
-
     def clean(self, records: "Sequence[Record]") -> "tuple[list[Record], CleaningAccount]":
         """Runs all stages. Returns (kept documents with their new text, statistics for all documents)."""
         account = CleaningAccount()
@@ -129,10 +117,11 @@ class Cleaning:
     def _clean(self, kept: "Sequence[Record]", account: CleaningAccount) -> "list[Record]":
         """Runs all stages on a batch. Returns the kept documents with their new text."""
         batch = TextBatch([record.text for record in kept], [record.url for record in kept])
-        for label, judge in self.opened:
+        for stage in self.stages:
             if not kept:
                 break
-            verdicts = judge(batch)
+            label = stage.label
+            verdicts = stage.judge(batch)
             add_numbers(account.histograms, {name: Counter(values) for name, values in verdicts.values.items()})
             for found in verdicts.found.values():
                 for name, entries in found.items():

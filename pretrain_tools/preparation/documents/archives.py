@@ -115,13 +115,13 @@ def _records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
                     yield from sample.records(reading)
                     sample = _Sample(name)
                 is_text = found == "txt" and reading.documents == "file"
+                file = archive.extractfile(member)
                 if inner_suffix(member.name)[1] or not (is_text or found == "json"):
-                    yield from _member_records(member.name, archive.extractfile(member), reading)
+                    yield from _member_records(member.name, file, reading)
                 elif member.size > MAXIMUM_DOCUMENT_BYTES:
                     yield _problem(member.name, f"is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
                 else:
-                    content = archive.extractfile(member).read()
-                    (sample.texts if is_text else sample.objects).append((member.name, content))
+                    (sample.texts if is_text else sample.objects).append((member.name, file.read()))
             yield from sample.records(reading)
     except tarfile.TarError as error:
         # The members before the damage are complete.

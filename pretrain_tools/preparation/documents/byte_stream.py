@@ -2,8 +2,10 @@
 
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+import zstandard
 
 from pretrain.urls import open_file
 
@@ -32,7 +34,8 @@ class ByteStream(io.RawIOBase):
         self.is_as_stored = compression is None and file is None
         """True if the stream's content is identical to the file at `path`."""
         self._file = open_file(path) if file is None else file
-        self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
+        self.blocks = self._read_blocks() if compression is None else self._decompress(compression)
+        """The content in consecutive blocks. Reading from it doesn't copy to a buffer."""
         self._left = memoryview(b"")
         self.consumed = 0
 
@@ -45,7 +48,7 @@ class ByteStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._left:
-            block = next(self._blocks, None)
+            block = next(self.blocks, None)
             if block is None:
                 return 0
             self._left = memoryview(block)
@@ -54,28 +57,23 @@ class ByteStream(io.RawIOBase):
         self._left = self._left[count:]
         return count
 
-    def blocks(self) -> Iterator[bytes]:
-        """Yields the content in consecutive blocks, without copying it to a buffer."""
-        return self._blocks
-
     def _read_blocks(self) -> Iterator[bytes]:
         while block := self._file.read(READ_BYTES):
             self.consumed += len(block)
             yield block
 
     def _decompress(self, compression: str) -> Iterator[bytes]:
-        new_decompressor, error_class = decompression_of(compression)
         decompressor = None
         for raw in self._read_blocks():
             while raw:
-                if decompressor is None:
-                    decompressor = new_decompressor()
+                decompressor = decompressor or new_decompressor(compression)
                 try:
                     block = decompressor.decompress(raw)
-                except error_class as error:
+                except (zlib.error, zstandard.ZstdError) as error:
                     raise DamagedFileError(f"damaged {compression} data: {error}") from None
-                raw = decompressor.unused_data if decompressor.eof else b""
+                raw = b""
                 if decompressor.eof:
+                    raw = decompressor.unused_data
                     decompressor = None
                 if block:
                     yield block
@@ -85,10 +83,8 @@ class ByteStream(io.RawIOBase):
             raise DamagedFileError(f"expected {compression} data, got an empty file")
 
 
-def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """Returns (function that creates a decompressor for gz or zst, exception type for damaged data)."""
+def new_decompressor(compression: str) -> Any:
+    """Creates a decompressor for one frame of gz or zst data."""
     if compression == "gz":
-        return lambda: zlib.decompressobj(wbits=31), zlib.error
-    import zstandard
-
-    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(), zstandard.ZstdError
+        return zlib.decompressobj(wbits=31)
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from pretrain.registry import FORMATS
@@ -23,28 +23,22 @@ def seekable(stream: ByteStream) -> BinaryIO:
         file.close()
     # The unnamed temporary file disappears with the process, even if it is killed.
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
-    for block in stream.blocks():
+    for block in stream.blocks:
         spooled.write(block)
     spooled.seek(0)
     return spooled
 
 
 @contextmanager
-def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
+def _readable_as(kind: str) -> Iterator[None]:
     """Converts a library's errors to DamagedFileError."""
     try:
         yield
-    except UnreachableError:  # a network problem doesn't mean that the file is damaged
+    except (UnreachableError, DamagedFileError):  # a network problem doesn't mean that the file is damaged
         raise
-    except (OSError, *errors) as error:
+    except Exception as error:  # the libraries raise errors of many types for damaged files
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise DamagedFileError(f"cannot be read as {kind} ({reason})") from None
-
-
-def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
-    import pyarrow as pa
-
-    return _readable_as(kind, pa.ArrowException)
 
 
 @FORMATS.register("parquet")
@@ -57,15 +51,15 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
     from pyarrow import parquet
 
     with seekable(stream) as file:
-        with _readable_by_arrow("parquet"):
+        with _readable_as("parquet"):
             table = parquet.ParquetFile(file)
         rows = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
         groups = range(len(rows)) if row_group is None else range(row_group, row_group + 1)
         place = sum(rows[: groups.start])
         last = sum(rows[: groups.stop])
         try:
-            with _readable_by_arrow("parquet"):
-                columns = _columns_of(table.schema_arrow, reading)
+            with _readable_as("parquet"):
+                columns = list({_column_of(table.schema_arrow, name) for name in reading.fields})
                 # Read row groups one by one, so that a damaged group doesn't affect earlier ones.
                 batches = (
                     batch
@@ -84,17 +78,13 @@ def parquet_row_group_bytes(path: str) -> list[int]:
     from pyarrow import parquet
 
     try:
-        with open_file(path) as file, _readable_by_arrow("parquet"):
+        with open_file(path) as file, _readable_as("parquet"):
             if not file.seekable():
                 return []
             metadata = parquet.read_metadata(file)
     except DamagedFileError:
         return []
     return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-
-
-def _columns_of(schema: Any, reading: Reading) -> list[str]:
-    return list(dict.fromkeys(_column_of(schema, name) for name in reading.fields))
 
 
 def _column_of(schema: Any, field: str) -> str:
@@ -127,10 +117,10 @@ def _values(table: Any, field: str) -> list[Any]:
     name = _column_of(table.schema, field)
     column = table.column(name)
     if name != field:
-        for nested in field.split(".")[1:]:
-            if not types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
-                raise DamagedFileError(f"no field {nested!r} in column {name!r} of type {column.type}")
-            column = compute.struct_field(column, nested)
+        try:
+            column = compute.struct_field(column, field.split(".")[1:])
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise DamagedFileError(f"no field {field!r} in column {name!r} of type {column.type}") from None
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
@@ -145,13 +135,14 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads an Arrow IPC file or stream, with one document per row."""
     import pyarrow as pa
 
-    with seekable(stream) as file, _readable_by_arrow("arrow IPC"):
+    with seekable(stream) as file, _readable_as("arrow IPC"):
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
         try:
-            _columns_of(table.schema, reading)
+            for name in reading.fields:
+                _column_of(table.schema, name)
         except DamagedFileError as error:
             raise DamagedFileError(str(error), sum(batch.num_rows for batch in batches)) from None
         pieces = (
@@ -166,11 +157,7 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads an HDF5 file with one string dataset per field. Dots or slashes in a field name refer to groups."""
     import h5py
 
-    with (
-        seekable(stream) as file,
-        _readable_as("HDF5", RuntimeError, KeyError),
-        h5py.File(file, "r") as content,
-    ):
+    with seekable(stream) as file, _readable_as("HDF5"), h5py.File(file, "r") as content:
         columns = {name: _string_dataset(content, name) for name in reading.fields}
         if len({len(column) for column in columns.values()}) > 1:
             raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")

@@ -12,7 +12,6 @@ import numpy as np
 from pretrain.data.manifest import Manifest, id_dtype
 from pretrain.errors import InputError
 
-MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
 """Replaces the split name in slices, and before near duplicates are removed. Shards then contain both splits."""
 HELD_OUT = np.uint64(1 << 63)
@@ -72,17 +71,9 @@ class InputOrder:
         # Each process maps the files itself.
         return self.__dict__ | {"_maps": {}}
 
-    def _index(self, path: Path) -> np.ndarray:
-        return self._mapped(index_path(path), DOCUMENT)
-
     def _mapped(self, path: Path, dtype: np.dtype) -> np.ndarray:
         if path not in self._maps:
-            if len(self._maps) >= MOST_OPEN_FILES:
-                self._maps.clear()
-            try:
-                self._maps[path] = np.memmap(path, dtype, mode="r").view(np.ndarray)
-            except (OSError, ValueError) as error:
-                raise InputError(f"{path}: cannot be read ({error}); remove its folder and prepare it again") from None
+            self._maps[path] = np.memmap(path, dtype, mode="r").view(np.ndarray)
         return self._maps[path]
 
     def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
@@ -96,7 +87,7 @@ class InputOrder:
         """Returns the DOCUMENT records of documents first to stop - 1, with lengths instead of ends."""
         pieces = []
         for path, rows in self._by_shard(np.arange(first, stop)):
-            index = self._index(path)
+            index = self._mapped(index_path(path), DOCUMENT)
             piece = index[rows]
             piece["end"] -= np.where(rows > 0, index["end"][rows - 1], 0)
             pieces.append(piece)
@@ -113,6 +104,6 @@ class InputOrder:
     def ids(self, number: int) -> np.ndarray:
         """Returns a document's token IDs, without the end-of-document ID."""
         ((path, (row,)),) = self._by_shard(np.array([number]))
-        ends = self._index(path)["end"]
+        ends = self._mapped(index_path(path), DOCUMENT)["end"]
         start = int(ends[row - 1]) if row else 0
         return self._mapped(path, self._dtype)[start : int(ends[row]) - 1]

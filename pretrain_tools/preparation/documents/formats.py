@@ -78,7 +78,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     size = 0
     line = 1
     try:
-        for block in stream.blocks():
+        for block in stream.blocks:
             # Join only once there is enough data. Otherwise a very long line would be copied once per block.
             pending.append(block)
             size += len(block)
@@ -144,7 +144,7 @@ def read_whole(stream: ByteStream, remedy: str) -> bytes:
     """Reads a whole file. Raises DamagedFileError, with `remedy` in its message, if it exceeds the maximum size."""
     blocks = []
     size = 0
-    for block in stream.blocks():
+    for block in stream.blocks:
         blocks.append(block)
         size += len(block)
         if size > MAXIMUM_DOCUMENT_BYTES:

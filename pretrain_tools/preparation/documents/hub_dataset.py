@@ -60,7 +60,7 @@ PRESETS = {
 class HubDataset:
     """A split of a dataset.
 
-    `rows` is None for a stream. `maximum_examples` limits the number of rows or, with `document_start`, of documents.
+    At most one of `maximum_rows` and `maximum_documents` is set: the latter if documents are joined from rows.
     `revision` is the commit of the Hub repository, if known.
     """
 
@@ -68,45 +68,39 @@ class HubDataset:
     name: str
     subset: str | None
     split: str
-    streaming: bool
-    rows: int | None
-    maximum_examples: int | None
+    maximum_rows: int | None
+    maximum_documents: int | None
     document_start: re.Pattern[bytes] | None = None
     revision: str | None = None
 
     @property
-    def maximum_documents(self) -> int | None:
-        """Maximum number of documents, if documents are joined from rows; otherwise None."""
-        return None if self.document_start is None else self.maximum_examples
+    def rows(self) -> int | None:
+        """Number of rows; None for a stream."""
+        return getattr(self.rows_of, "num_rows", None)
 
     @property
     def total_bytes(self) -> int | None:
         """Size in memory of the rows to read, in bytes; None for a stream."""
-        return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
+        if self.rows is None:
+            return None
+        rows = min(self.rows, self.maximum_rows or self.rows)
+        return self.rows_of.data.nbytes * rows // max(1, self.rows)
 
     expected_text_bytes = total_bytes
-
-    @property
-    def _rows_to_read(self) -> int:
-        return self.rows if self._maximum_rows is None else min(self.rows, self._maximum_rows)
-
-    @property
-    def _maximum_rows(self) -> int | None:
-        return None if self.document_start is not None else self.maximum_examples
 
     @cached_property
     def source_names(self) -> list[str]:
         """Names of the sources: the dataset itself, or each file of a streamed dataset."""
         # A document joined from lines may continue in the next file, so treat the dataset as a single source.
-        files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
+        files = self.rows_of.num_shards if self.rows is None and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
         """Returns the manifest's list of sources. The fingerprint is the commit or a hash of some rows."""
-        asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
+        asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_rows or self.maximum_documents}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
-        asked |= {"rows": self.rows, "fingerprint": self.revision if self.streaming else self._fingerprint()}
+        asked |= {"rows": self.rows, "fingerprint": self.revision if self.rows is None else self._fingerprint()}
         return [{"path": name, **asked} for name in self.source_names]
 
     def _fingerprint(self) -> str:
@@ -135,28 +129,6 @@ class HubDataset:
                 rows_before += len(found)
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
-    def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, starting at part `first` of a file.
-
-        rows_before: number of earlier rows.
-        """
-        first_row = first * ROWS_PER_PART
-        if not self.streaming:
-            stop = self._rows_to_read
-            starts = range(first_row, stop, ROWS_PER_PART)
-            return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
-        rows = self.rows_of
-        files = len(self.source_names)
-        if files > 1:
-            rows = rows.shard(num_shards=files, index=file, contiguous=True)
-        if self._maximum_rows is not None:
-            left = self._maximum_rows - rows_before
-            if left == 0:
-                return iter(())
-            # `take` is applied before `skip`, so add the rows of this file that will be skipped.
-            rows = rows.take(left + first_row)
-        return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
-
     def _records(
         self, file: int, first: int, rows_before: int, reading: Reading
     ) -> Iterator[tuple[list[Record], int]]:
@@ -164,15 +136,21 @@ class HubDataset:
 
         Raises InputError if a field is missing.
         """
-        total = self.total_bytes
         place = first * ROWS_PER_PART
-        for table in self._tables(file, first, rows_before):
+        rows = self.rows_of
+        files = len(self.source_names)
+        if files > 1:
+            rows = rows.shard(num_shards=files, index=file, contiguous=True)
+        if self.maximum_rows is not None:
+            # `take` is applied before `skip`, so add the rows of this file that will be skipped.
+            rows = rows.take(self.maximum_rows - rows_before + place)
+        for table in rows.skip(place).iter(batch_size=ROWS_PER_PART):
             try:
                 records = list(table_records(table, reading, place))
             except DamagedFileError as error:
                 raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
             place += table.num_rows
-            yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
+            yield records, table.nbytes
 
 
 def joined_documents(
@@ -230,10 +208,8 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
             f"split {split}: {' '.join(lines)[:500]}"
         ) from None
     shown = Path(name).resolve().name if is_local else preset.path
-    number = None if streaming else rows.num_rows
-    return HubDataset(
-        rows.with_format("arrow"), shown, subset, split, streaming, number, limit, preset.document_start, revision
-    )
+    limits = (None, limit) if preset.document_start else (limit, None)
+    return HubDataset(rows.with_format("arrow"), shown, subset, split, *limits, preset.document_start, revision)
 
 
 def _where(name: str, preset: Preset) -> str:

@@ -1,6 +1,7 @@
 """Builds records (one document each) from fields, and filters them."""
 
 import codecs
+import hashlib
 import json
 import re
 import string
@@ -81,6 +82,12 @@ class Reading:
         return characters < (self.min_characters or 0) or characters > (self.max_characters or characters)
 
 
+def is_drawn(text: bytes, fraction: float, first_byte: int = 0) -> bool:
+    """Draws a random fraction of all texts, based on eight bytes of their SHA-256 from `first_byte` on."""
+    # Never change this, because a document must be in the same split in all prepared folders.
+    return int.from_bytes(hashlib.sha256(text).digest()[first_byte : first_byte + 8], "big") < fraction * 2.0**64
+
+
 def template_problem(template: str) -> str | None:
     """Describes the problem with an invalid template; None if it is valid."""
     try:
@@ -96,12 +103,11 @@ def template_problem(template: str) -> str | None:
 
 def find_field(value: Any, name: str) -> Any:
     """Finds a field in a JSON object by its name or dotted path; MISSING if it doesn't exist."""
-    found = value.get(name, MISSING)
-    if found is MISSING and "." in name:
-        found = value
-        for step in name.split("."):
-            found = found.get(step, MISSING) if isinstance(found, dict) else MISSING
-    return found
+    if name in value:
+        return value[name]
+    for step in name.split("."):
+        value = value.get(step, MISSING) if isinstance(value, dict) else MISSING
+    return value
 
 
 def object_record(place: int, value: Any, reading: Reading) -> Record:
@@ -120,11 +126,8 @@ def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before
 
 def fields_record(place: int, values: dict[str, Any], reading: Reading, available: Sequence[str] = ()) -> Record:
     """Builds a record from {field: value, or MISSING}. available: existing fields, for messages."""
-    if MISSING in values.values():
-        missing = next(name for name, value in values.items() if value is MISSING)
-        return Record(place, None, f"no field {missing!r} (fields: {', '.join(available[:12]) or 'none'})")
-    if reading.is_plain:
-        return text_record(place, values[reading.text_field], reading.text_field)
+    if missing := [name for name, value in values.items() if value is MISSING]:
+        return Record(place, None, f"no field {missing[0]!r} (fields: {', '.join(available[:12]) or 'none'})")
     if any(as_text(values[name]) not in allowed for name, allowed in reading.only):
         return Record(place, None)
     if reading.template is None:

@@ -131,20 +131,19 @@ def _matching(folder: str, steps: list[str]) -> Iterator[str]:
 
 
 def _folders_below(starts: Sequence[str]) -> Iterator[str]:
-    """Yields folders and all their subfolders, each only once. Prefers real paths over symbolic links."""
-    waiting = collections.deque(sorted(starts))
+    """Yields folders and all their subfolders, each only once. Visits symbolic links after real folders."""
     seen = set()
-    linked: collections.deque[str] = collections.deque()
-    while waiting or linked:
-        folder = (waiting or linked).popleft()
-        real = os.path.realpath(folder)
-        if real in seen:
-            continue
-        seen.add(real)
-        yield folder
-        # glob skips hidden folders and folders without read permission.
-        for below in sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))):
-            (linked if os.path.islink(below.rstrip(os.sep)) else waiting).append(below)
+    for start in sorted(starts):
+        for folder, names, _ in os.walk(start or ".", followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            yield folder
+            # Like glob, skip hidden folders.
+            names[:] = [name for name in names if not name.startswith(".")]
+            names.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
@@ -193,7 +192,7 @@ def _holds_lines(source: InputFile) -> bool:
     """Returns True if a .json file contains JSON Lines, as in C4 and Dolma. Reads only the beginning."""
     try:
         with source.open() as stream:
-            block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
+            block = next(stream.blocks, b"").removeprefix(formats.BYTE_ORDER_MARK)
     except DamagedFileError:
         return False
     first, end, _ = block.partition(b"\n")

@@ -167,7 +167,7 @@ def test_items_are_found_in_natural_form_for_any_prompt_and_fields(tasks, folder
         (recorded,) = stage.as_plan()["benchmarks"]
         assert recorded["sought"] == recorded["items"] == len(TASKS[name][0])
         texts = [*NATURAL.get(name, []), *UNNATURAL]
-        verdicts = stage.open()(TextBatch([text.encode() for text in texts], [None] * len(texts)))
+        verdicts = stage.judge(TextBatch([text.encode() for text in texts], [None] * len(texts)))
         assert sorted(verdicts.removed) == list(range(len(texts) - len(UNNATURAL))), name
 
 

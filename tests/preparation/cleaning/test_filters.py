@@ -6,6 +6,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.filters import FILTERS, parse_filter, read_cleaning
 from pretrain_tools.preparation.cleaning.published import GopherQuality
 from pretrain_tools.preparation.cleaning.stages import TextBatch
+from pretrain_tools.preparation.plan import PreparationOptions
 
 
 @pytest.mark.parametrize(
@@ -55,16 +56,16 @@ def test_all_problems_are_reported_together(tmp_path):
 def test_a_function_with_a_url_parameter_gets_the_url(tmp_path):
     (tmp_path / "mine.py").write_text("def keep(text, url):\n    return url is None or 'bad.example' not in url\n")
     batch = TextBatch([b"one", b"two", b"three"], ["http://www.bad.example/x", "http://good.example", None])
-    assert parse_filter(f"{tmp_path}/mine.py:keep").open()(batch).removed == {0: ""}
+    assert parse_filter(f"{tmp_path}/mine.py:keep").judge(batch).removed == {0: ""}
 
 
 def test_clean_is_finewebs_set_and_given_filters_replace_its_own():
     names = ["language", "gopher_quality", "gopher_repetition", "c4", "fineweb", "personal_data"]
     clean = read_cleaning([], clean=True).as_plan()
     assert [stage["name"] for stage in clean] == names
-    assert clean[0]["languages"] == ["en"] and clean[1]["min_stop_words"] == 2 and clean[3]["endings"] is False
+    assert clean[0]["languages"] == ("en",) and clean[1]["min_stop_words"] == 2 and clean[3]["endings"] is False
     german = read_cleaning(["fineweb(max_short_lines=0.5)"], languages="de", clean=True).as_plan()
-    assert german[0]["languages"] == ["de"] and german[1]["min_stop_words"] is None
+    assert german[0]["languages"] == ("de",) and german[1]["min_stop_words"] is None
     assert [stage["name"] for stage in german] == [*names[:4], "personal_data", "fineweb"]
     assert german[-1]["max_short_lines"] == 0.5
     assert read_cleaning([]) is None
@@ -74,6 +75,6 @@ def test_every_filter_records_its_name_and_parameters_in_json():
     import json
 
     for name, filter_class in FILTERS.items():
-        assert filter_class.__doc__ and filter_class.name == name
-    plan = read_cleaning([], clean=True).as_plan()
-    assert json.loads(json.dumps(plan)) == plan
+        assert filter_class.__doc__ and filter_class.label == name
+    plan = PreparationOptions(cleaning=read_cleaning([], clean=True)).as_plan()
+    assert len(plan["cleaning"]) == 6 and json.loads(json.dumps(plan)) == plan

@@ -5,7 +5,11 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.folded_words import folded_words
+from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
+
+
+def folded_words(texts, least_words):
+    return NearDuplicates(shingle_words=least_words).words(list(texts))
 
 
 def words(text, least=1):

@@ -34,7 +34,7 @@ INDONESIAN = "Semua orang dilahirkan merdeka dan mempunyai martabat dan hak-hak 
 
 def languages_of(texts, given="language(en)"):
     batch = TextBatch([text.encode() for text in texts], [None] * len(texts))
-    return parse_filter(given).open()(batch).values["language"]
+    return parse_filter(given).judge(batch).values["language"]
 
 
 @pytest.mark.parametrize(("most", "language"), [(CHINESE, "zh"), (FINNISH, "fi"), (GERMAN, "de"), (ENGLISH, "en")])
@@ -47,22 +47,22 @@ def test_the_language_is_that_of_most_of_the_text(most, language):
 def test_lingua_does_not_separate_indonesian_and_malay():
     batch = TextBatch([INDONESIAN.encode()], [None])
     for wanted in ("id", "ms", "en+id"):
-        verdicts = parse_filter(f"language({wanted})").open()(batch)
+        verdicts = parse_filter(f"language({wanted})").judge(batch)
         assert (verdicts.values["language"], verdicts.removed) == (["id/ms"], {})
-    assert parse_filter("language(en)").open()(batch).removed == {0: "id/ms"}
+    assert parse_filter("language(en)").judge(batch).removed == {0: "id/ms"}
 
 
 def test_other_languages_and_doubtful_texts_are_removed_and_counted():
     texts = [ENGLISH, GERMAN, FINNISH, "12345 67890", ENGLISH[:45], "漢字かな交じり文です。" * 5]
     batch = TextBatch([text.encode() for text in texts], [None] * len(texts))
-    verdicts = parse_filter("language(en+de)").open()(batch)
+    verdicts = parse_filter("language(en+de)").judge(batch)
     assert verdicts.values["language"] == ["en", "de", "fi", "unknown", "en", "ja"]
     assert verdicts.removed == {2: "fi", 3: "unknown", 5: "ja"}
-    strict = parse_filter("language(en, minimum=1.01)").open()(batch)
+    strict = parse_filter("language(en, minimum=1.01)").judge(batch)
     assert strict.removed[0] == "uncertain"
 
 
 def test_the_models_are_loaded_before_workers_are_forked():
     _lingua_detector.cache_clear()
-    parse_filter("language(en)").open()
+    parse_filter("language(en)").compile()
     assert _lingua_detector.cache_info().currsize == 1, "each worker would load its own copy"

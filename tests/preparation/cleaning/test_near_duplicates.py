@@ -225,7 +225,6 @@ def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, smal
 MOMENTS = (
     "40",
     "/.unfinished/documents/.manifest.json",
-    "/keys/",
     "/candidates/",
     "/pairs/",
     "broken/.near_duplicates.json",
@@ -275,7 +274,7 @@ def test_a_stopped_search_continues(tmp_path, run, small_parts, monkeypatch):
             run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
     run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
     assert len(performed) == len(set(performed)) + 4, "only failed tasks may run twice"
-    assert {stage for stage, _ in performed} == {"keys", "candidates", "pairs"}
+    assert {stage for stage, _ in performed} == {"candidates", "pairs"}
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 

@@ -9,7 +9,7 @@ from pretrain_tools.preparation.cleaning.stages import TextBatch
 
 def verdicts_of(given, texts, urls=None):
     batch = TextBatch([text.encode() for text in texts], urls or [None] * len(texts))
-    return parse_filter(given).open()(batch)
+    return parse_filter(given).judge(batch)
 
 
 def test_replacements_alternate_within_a_document():
@@ -65,5 +65,5 @@ def test_long_runs_without_spaces_are_fast():
 def test_replacements_match_datatrove(text):
     formatter = pytest.importorskip("datatrove.pipeline.formatters", reason="requirements-dev.txt").PIIFormatter()
     expected = formatter.format(text)
-    changed = PersonalData().open()(TextBatch([text.encode()], [None])).changed
+    changed = PersonalData().judge(TextBatch([text.encode()], [None])).changed
     assert changed.get(0, text.encode()).decode() == expected

@@ -50,7 +50,7 @@ def web_texts() -> list[str]:
 
 
 def judged(stage, texts):
-    verdicts = stage.open()(TextBatch([text.encode() for text in texts], [None] * len(texts)))
+    verdicts = stage.judge(TextBatch([text.encode() for text in texts], [None] * len(texts)))
     return verdicts.removed, {number: text.decode() for number, text in verdicts.changed.items()}
 
 
@@ -142,12 +142,12 @@ def test_verdicts_match_datatrove_with_words_split_at_spaces(name, stage, known,
 
 
 def test_a_verdict_has_the_value_and_the_limit():
-    verdicts = GopherQuality(min_words=1).open()(TextBatch([(STOPS + "a b c d e f g " * 10).encode()], [None]))
+    verdicts = GopherQuality(min_words=1).judge(TextBatch([(STOPS + "a b c d e f g " * 10).encode()], [None]))
     assert verdicts.removed == {0: "short_words"}
     assert verdicts.measured == {0: ((3 + 2 + 3 + 2 + 70) / 74, 3.0)}
-    verdicts = C4Quality().open()(TextBatch([b"One sentence is here. And two."], [None]))
+    verdicts = C4Quality().judge(TextBatch([b"One sentence is here. And two."], [None]))
     assert verdicts.measured == {0: (2.0, 5.0)}
-    verdicts = GopherRepetition().open()(TextBatch([b"a rose is " * 100], [None]))
+    verdicts = GopherRepetition().judge(TextBatch([b"a rose is " * 100], [None]))
     assert verdicts.removed == {0: "top_2_gram"} and verdicts.measured[0][0] > verdicts.measured[0][1] == 0.2
 
 
@@ -202,7 +202,7 @@ def test_c4_drops_lines_by_rule():
         "two words.",
         "x" * 1001 + " a b.",
     ]
-    verdicts = C4Quality().open()(TextBatch(["\n".join(good + bad).encode()], [None]))
+    verdicts = C4Quality().judge(TextBatch(["\n".join(good + bad).encode()], [None]))
     assert verdicts.changed == {0: "\n".join(good).encode()}
 
 

@@ -54,7 +54,7 @@ def test_a_classifier_separates_good_texts_and_training_is_deterministic(example
     train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path / "two")
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
     texts = texts_of(GOOD, 20, 3) + texts_of(OTHER, 20, 4)
-    judge = parse_filter(f"classifier({tmp_path}/one)").open()
+    judge = parse_filter(f"classifier({tmp_path}/one)").judge
     verdicts = judge(TextBatch([text.encode() for text in texts], [None] * 40))
     assert len(verdicts.values["classifier"]) == 40
     assert sum(number >= 20 for number in verdicts.removed) >= 18

@@ -143,7 +143,7 @@ def test_values_and_limits_are_shown_with_six_digits():
 
 WRITES = (
     "/documents/documents-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
-    "/documents/.manifest.json", "/keys/", "/candidates/", "/pairs/",
+    "/documents/.manifest.json", "/candidates/", "/pairs/",
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip

@@ -101,7 +101,7 @@ for name in PRESETS:
     dataset = open_dataset(name + ":7", subset, "train", None)
     parts = dataset.parts(Reading(), BEGINNING)
     texts = [record.text.decode() for part in parts for _, record in part.records(Reading())]
-    found[name] = [dataset.name, dataset.subset, dataset.streaming, texts]
+    found[name] = [dataset.name, dataset.subset, dataset.rows is None, texts]
 print(json.dumps(found))
 """
 
@@ -163,7 +163,7 @@ def test_articles_continue_from_any_part_without_loss_or_copies(tmp_path, monkey
     monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 4)
     rows = [f" = Title {n} = \n" if n % 3 == 0 else f" line {n} \n" for n in range(20)]
     saved = datasets.Dataset.from_dict({"text": rows})
-    dataset = HubDataset(saved.with_format("arrow"), "set", None, "train", False, 20, None, ARTICLE_HEADING)
+    dataset = HubDataset(saved.with_format("arrow"), "set", None, "train", None, None, ARTICLE_HEADING)
     parts = list(dataset.parts(Reading(), BEGINNING))
     whole = [list(part.records(Reading())) for part in parts]
     documents = [record for found in whole for _, record in found]
