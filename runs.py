@@ -159,9 +159,7 @@ def add_experiments(commands: Commands) -> None:
 
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "fit a scaling law to runs and predict losses"
-    command = add_command(
-        commands, "ladder", "pretrain_tools.experiments.ladder:report_ladder", text, folders=several
-    )
+    command = add_command(commands, "ladder", "pretrain_tools.experiments.ladder:report_ladder", text, folders=several)
     text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
     text = (
