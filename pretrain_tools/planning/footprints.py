@@ -315,6 +315,8 @@ def by_deepspeed(work: Work) -> Memory:
     # Stages 2 and 3 reduce full buckets during the backward pass, and the rest after it.
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
+    # Stage 1's bf16 gradients are created one by one in the backward pass.
+    at_its_start = 0.0 if stage == 1 and not work.accumulates else in_pass
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # keeps layers gathered up to this number of elements
@@ -327,7 +329,7 @@ def by_deepspeed(work: Work) -> Memory:
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
         "loss": (resident, act["loss"], gathered + (buckets if work.accumulates or stage == 3 else 0.0)),
-        "backward": (resident, act["backward"], gathered + in_pass + in_flight),
+        "backward": (resident, act["backward"], gathered + at_its_start + in_flight),
         "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass + in_flight),
         "embedding": (
             gradients + unreduced,

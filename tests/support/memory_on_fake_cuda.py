@@ -2,8 +2,8 @@
 
 Each case trains a full-width model with full-size micro-batches on one of eight simulated GPUs, and adds up the sizes
 of all live tensor storages. For compiled layers, it uses the allocations planned by Inductor's scheduler. Attention
-workspaces and allocator rounding are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads
-tensor values.
+workspaces and allocator rounding are not included. ZeRO runs on the CPU, uncompiled and with fewer tokens, because
+DeepSpeed reads tensor values.
 """
 
 import contextlib

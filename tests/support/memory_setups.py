@@ -50,6 +50,7 @@ class MemorySetup:
         words += [f"size {self.size}"] if self.size else []
         words += ["offloaded"] if self.offloads else []
         words += ["small buckets"] if self.buckets else []
+        words += [f"{self.sequences * self.length} tokens"] if self.strategy.startswith("zero") else []
         return ", ".join(words)
 
     @property
@@ -135,6 +136,11 @@ def in_small_buckets(setup: MemorySetup) -> MemorySetup:
     return replace(setup, layers=layers, vocabulary=4096, buckets=tuple(buckets.items()))
 
 
+def with_activations(stage: int | str, micro_steps: int) -> MemorySetup:
+    """Returns a ZeRO setup with enough tokens for activations to take most of the memory."""
+    return replace(in_small_buckets(zero(stage, micro_steps)), layers=12, sequences=4, length=256)
+
+
 def on_nvme(micro_steps: int) -> MemorySetup:
     """Returns a setup whose gradients are large enough for DeepSpeed to write them to disk."""
     return in_small_buckets(replace(zero("3_offload_nvme", micro_steps), model="llama_1b"))
@@ -197,6 +203,7 @@ FURTHER = [
         for precision in ("fp32", "bf16")
         if precision == "fp32" or (stage, micro_steps) not in TYPICAL_ZERO
     ),
+    *(with_activations(stage, micro_steps) for stage in ZERO_STAGES for micro_steps in (1, 2)),
     *(on_nvme(micro_steps) for micro_steps in (1, 2) if NVME),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),

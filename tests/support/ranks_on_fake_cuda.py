@@ -425,8 +425,8 @@ def prepared(launch: Launch, stack: ExitStack) -> Prepared:
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, all_reduce_bucket)
         model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
-    rows = 1 if launch.on_host else launch.sequences * strategy.micro_batches_per_call
-    length = 16 if launch.on_host else launch.length
+    rows = launch.sequences * strategy.micro_batches_per_call
+    length = launch.length
     even_rows.length = launch.length
     even_rows.choices = MODELS[launch.model].get("num_experts_per_tok", 1)
     ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)

@@ -73,7 +73,10 @@ class InputOrder:
 
     def _mapped(self, path: Path, dtype: np.dtype) -> np.ndarray:
         if path not in self._maps:
-            self._maps[path] = np.memmap(path, dtype, mode="r").view(np.ndarray)
+            try:
+                self._maps[path] = np.memmap(path, dtype, mode="r").view(np.ndarray)
+            except (OSError, ValueError) as error:
+                raise InputError(f"{path}: cannot be read ({error}); remove its folder and prepare it again") from None
         return self._maps[path]
 
     def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
