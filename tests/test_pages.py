@@ -281,6 +281,57 @@ def test_the_commands_of_a_page_work_in_their_order(page, demo, text_files, tmp_
     assert not wrong, "\n\n".join(wrong)
 
 
+NEEDS_ENVIRONMENT = r"^(python|pip|accelerate|torchrun|deepspeed|make .*PYTHON=python\b)"
+"""Commands that use the Python of the active environment."""
+TRAINS = r"\b(?:train\.py|runs\.py parity) --config (recipes/\w+\.yaml)"
+
+
+def outside_the_environment(commands: list[Command]) -> list[Command]:
+    """Returns the commands that use another Python than `make install`, because .venv isn't active yet."""
+    installed = active = False
+    found = []
+    for command in commands:
+        installed |= bool(re.match(r"make (install|demo|test)\b", command.text))
+        active |= bool(re.search(r"(^|&& )(\.|source) \.venv/bin/activate", command.text))
+        if installed and not active and re.search(NEEDS_ENVIRONMENT, re.sub(VARIABLES, "", command.text)):
+            found.append(command)
+    return found
+
+
+def without_data(commands: list[Command]) -> list[tuple[Command, str]]:
+    """Returns (command, data folder) for commands that train a recipe before any command prepares its data."""
+    prepared, found = set(), []
+    for command in commands:
+        prepared |= {"data/demo"} if command.text.startswith("make demo") else set()
+        if "prepare_data.py" in command.text:
+            prepared |= set(re.findall(r"--output (\S+)", command.text))
+        for recipe in re.findall(TRAINS, command.text):
+            needed = re.findall(r"\bdata/\w+", str(yaml.safe_load((ROOT / recipe).read_text())["data"]))
+            assert needed, recipe
+            found += [(command, folder) for folder in needed if folder not in prepared]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_after_installing_the_commands_use_the_environment(page):
+    assert not outside_the_environment(commands_in(page.name, page.read_text()))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/gpu.md"])
+def test_a_page_that_starts_from_nothing_prepares_the_data_that_it_trains_on(name):
+    assert not without_data(commands_in(name, (ROOT / name).read_text()))
+
+
+def test_a_missing_environment_and_missing_data_are_detected():
+    text = "    make install\n    make gpu PYTHON=python\n    X=1 torchrun train.py --config recipes/llama_125m.yaml\n"
+    commands = commands_in("page.md", text)
+    assert outside_the_environment(commands) == commands[1:]
+    assert without_data(commands) == [(commands[2], "data/fineweb_edu")]
+    prepare = "    . .venv/bin/activate\n    python prepare_data.py --dataset x --output data/fineweb_edu\n"
+    commands = commands_in("page.md", text.replace("install\n", f"install\n{prepare}"))
+    assert outside_the_environment(commands) == without_data(commands) == []
+
+
 def test_commands_are_separated_from_their_output():
     text = "# Page\n\n    python a.py \\\n        --b 1   # why\n    step 0 · loss 7\n\npython c.py\n\n"
     text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n"
