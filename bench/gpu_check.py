@@ -89,12 +89,15 @@ BARS = {
     ("a100", "124m"): (0.432, "llm-foundry"),
     ("a100", "1.3b"): (0.599, "llm-foundry"),
     ("a100", "7b"): (0.642, "llm-foundry"),
+    ("a100_40gb", "124m"): (0.409, "llm-foundry"),
+    ("a100_40gb", "1.3b"): (0.562, "llm-foundry"),
+    ("a100_40gb", "7b"): (0.509, "llm-foundry"),
 }
 """{(GPU in pretrain/gpus.py, shape): (best published MFU, codebase)}.
 
 The MFU is computed as in train.py, without a document mask. llm-foundry's formula also counts the position embeddings,
-which is a difference of at most 1%. Its results are for FSDP on eight GPUs. A lower MFU is a finding, not a failure,
-because clocks, power limits and drivers differ."""
+which is a difference of at most 1%. Its results are for FSDP on eight GPUs and the shape's sequence length. A lower
+MFU is a finding, not a failure, because clocks, power limits and drivers differ."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,12 +17,12 @@ from bench.gpu_check import SCALES, Check, Results, Worker, checks_of, speed_che
 from bench.references import FAILED, NOT_RUN, PASSED, Outcome, Runs, attention_error, check_attention, check_loss
 from bench.shapes import GPU_SHAPES
 from pretrain.errors import InputError
-from pretrain.gpus import GPUS
+from pretrain.gpus import GPUS, gpu_called
 from pretrain.model import attention as attention_module
 from pretrain.model import loss as loss_module
 from pretrain.processes import is_alive
 from pretrain_tools.experiments.parity import Curve, StrategyOutcome
-from support.project import run_script, start_script
+from support.project import ROOT, run_script, start_script
 
 GOES_ON = """
 import os, subprocess, sys
@@ -265,6 +266,40 @@ def test_settings_are_compared_with_the_defaults(tmp_path, monkeypatch):
 def test_bars_name_gpus_and_shapes_that_are_known():
     for gpu_name, shape in gpu_check.BARS:
         assert gpu_name in GPUS and shape in GPU_SHAPES
+
+
+def rows_of(page: str, first: str) -> list[list[str]]:
+    """Returns the cells of the table whose first row starts with `first`, without its two header lines."""
+    lines = (ROOT / page).read_text().partition(f"\n| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def gpu_in(cell: str) -> str | None:
+    """Returns the name in pretrain/gpus.py of, for example, `8 A100s (40 GB)`, as if torch had reported it."""
+    name, memory = re.match(r"(?:\d+ )?(.*?)s?(?: \((\d+) GB\))?$", cell).groups()
+    known = gpu_called(f"NVIDIA {name}-{memory}GB" if memory else name)
+    return known and known.name
+
+
+def test_bars_are_the_published_results_that_the_page_on_make_gpu_shows():
+    shown = {}
+    for name, *cells in rows_of("docs/measurements_gpu.md", "GPU"):
+        for shape, cell in zip(("124m", "1.3b", "7b"), cells, strict=True):
+            mfu, code = re.match(r"([\d.]+)% \(([\w.-]+)", cell).groups()
+            shown[gpu_in(name), shape] = (round(float(mfu) / 100, 3), code)
+    assert shown == gpu_check.BARS
+
+
+def test_results_on_the_gpu_page_for_the_measured_shapes_are_bars():
+    compared = 0
+    for model, gpus, mfu, _, _ in rows_of("docs/gpu.md", "model"):
+        size, length = re.match(r"([\d.]+[MB])(?:, T=([\d,]*\d))?", model).groups()
+        shape = {"125m": "124m"}.get(size.lower(), size.lower())
+        same_length = shape in GPU_SHAPES and length == f"{GPU_SHAPES[shape].sequence_length:,}"
+        if same_length and "calculated by us" not in mfu:
+            assert gpu_check.BARS[gpu_in(gpus), shape][0] == round(float(mfu.strip("%")) / 100, 3), (model, gpus)
+            compared += 1
+    assert compared >= 5
 
 
 def test_out_of_memory_and_a_broken_baseline_are_not_failures():
