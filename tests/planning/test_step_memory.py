@@ -5,6 +5,7 @@ STRATEGIES=all tests every strategy, with and without compiled layers and severa
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from pretrain.model.model_config import load_model_config
 from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.memory import Memory, PlannedRun
 from support.fake_cuda import outcomes_of
-from support.memory_setups import SETUPS, MemorySetup
+from support.memory_setups import FURTHER, SETUPS, TYPICAL, MemorySetup
+from support.project import ROOT
 from support.ranks_on_fake_cuda import MODELS, read_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -41,6 +43,12 @@ def test_a_plan_predicts_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypat
     total = planned.total + (planned.host if setup.layout.zero else 0)  # ZeRO runs on the CPU
     print(f"{setup.name}: {total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
     assert total == pytest.approx(needed, rel=0.05)
+
+
+def test_the_performance_page_says_about_how_many_steps_are_compared():
+    text = (ROOT / "docs/performance.md").read_text()
+    (steps,) = re.findall(r"\| About (\d+) training steps with fake tensors", text)
+    assert int(steps) == pytest.approx(len(TYPICAL) + len(FURTHER), rel=0.1)
 
 
 OFFLOADED = [setup for setup in SETUPS if setup.offloads or "offload" in setup.strategy]
