@@ -123,6 +123,10 @@ FEWEST_PROCESSES = {"fsdp_tp": 4}
 FP8_STRATEGIES = ("fsdp2", "tp", "fsdp_tp", "zero3")
 """Strategies checked in fp8, one for each way to gather or split the weights."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
+DOCUMENTS_NOTE = (
+    "With the document mask, the MFU also counts attention between documents, so it overstates the work "
+    '(docs/performance.md, section "How MFU is computed").'
+)
 WORKER_SECONDS = 600
 REPORTS = 3
 
@@ -458,6 +462,8 @@ def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], p
             lines.append(f"| {check.name} | {word} | {said} |")
     for shape, rows in measured.items():
         lines += ["", *gpu.table(shape, shapes[shape], rows, peak)]
+    if any(row.documents == "on" and row.tokens_per_second for rows in measured.values() for row in rows):
+        lines += ["", DOCUMENTS_NOTE]
     speeds = [check for check in checks if check.name.startswith("speed ") and not check.why_not]
     missing = [check.name for check in speeds if not results.of(check.name)]
     return lines + (["", f"{len(missing)} of {len(speeds)} speeds aren't measured yet."] if missing else [])

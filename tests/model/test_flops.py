@@ -1,9 +1,13 @@
 """Tests that compare FLOPs per token with hand calculations, including MoE models and explicit head dimensions."""
 
+import re
+
 import pytest
 from transformers import AutoConfig
 
 from pretrain.model.build import active_parameters, flops_per_token
+from pretrain.model.model_config import load_model_config
+from support.project import ROOT
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SIZES |= {"vocab_size": 1000, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -28,3 +32,13 @@ def test_moe_models_count_the_active_experts():
     matrices = 2 * layer + NORMS + HEAD
     assert flops_per_token(config, 256) == 6 * matrices + ATTENTION
     assert active_parameters(config) == matrices + HEAD
+
+
+def test_the_performance_page_has_the_share_of_attention_in_mfu():
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    shares = re.findall(r"([\d.]+)% of the MFU of `(\w+)`", text)
+    assert "At T=2,048, this is at most" in text and len(shares) == 2
+    for share, model in shares:
+        config = load_model_config(str(ROOT / f"model_configs/{model}.json"))
+        attention = 1 - flops_per_token(config, 0) / flops_per_token(config, 2048)
+        assert share == f"{attention:.1%}".strip("%"), model

@@ -217,6 +217,16 @@ def test_the_verdict_compares_the_mfu_with_published_figures_and_allows_slowness
     assert lines == ["incomplete: 2 missing"] and not good
 
 
+def test_a_note_says_that_mfu_with_documents_overstates_the_work(tmp_path):
+    checks, results = results_with(tmp_path, {"124m": 0.41})
+    assert gpu_check.DOCUMENTS_NOTE not in tables(checks, results, GPU_SHAPES, 1e15)
+    name = "speed 124m documents auto chunked_compiled"
+    checks += [check for check in speed_checks(SCALES["cuda"], "cpu", None) if check.name == name]
+    row = Row("groundwork", "on", "auto", "chunked_compiled", 900.0, 2**30, 9.0)
+    results.add(name, gpu_check.speed("124m", lambda: row), 60.0)
+    assert tables(checks, results, GPU_SHAPES, 1e15).count(gpu_check.DOCUMENTS_NOTE) == 1
+
+
 def test_7b_is_compared_with_published_figures_on_all_gpus(tmp_path):
     name = "speed 7b fsdp2 on all GPUs"
     checks = [check for check in speed_checks(SCALES["cuda"], "cpu", None, 8) if check.name == name]
