@@ -156,6 +156,12 @@ TYPICAL = [
     MemorySetup("cp", "llama_125m", layers=3, size=4),
     MemorySetup("tp", "llama_125m", layers=3, size=4, checkpointing=MemoryBudget(memory_budget=0.6)),
     *(in_small_buckets(zero(stage, micro_steps)) for stage, micro_steps in TYPICAL_ZERO),
+    # Compiling takes most of the time, so these setups are uncompiled.
+    MemorySetup("single", "llama_125m", compiled=False, layers=2),
+    MemorySetup("hsdp", "qwen3_0.6b", compiled=False, layers=2),
+    MemorySetup("fsdp_tp", "llama_125m", compiled=False, micro_steps=2, layers=2),
+    MemorySetup("pp", "llama_125m", compiled=False, micro_steps=2, layers=4, size=2),
+    MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=2),
 ]
 """Setups to test in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
