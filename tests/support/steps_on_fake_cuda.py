@@ -439,6 +439,21 @@ WAITS = {
     "event": lambda weight: recorded_event().synchronize(),
     "cache": lambda weight: torch.cuda.empty_cache(),
     "write to a mask": lambda weight: weight.detach().__setitem__(weight[:, 0] > 0, torch.ones(4, device="cuda")),
+    "write of one element to a mask": lambda weight: weight.detach().__setitem__(
+        weight > 0, torch.ones((), device="cuda")
+    ),
+    "index on the host": lambda weight: weight[torch.tensor([0, 1])],
+    "list as an index": lambda weight: weight[[0, 1]],
+    "write to an index on the host": lambda weight: weight.detach().index_put_(
+        (torch.tensor([0, 1]),), torch.ones((), device="cuda")
+    ),
+    "write of a number to an index": lambda weight: weight.detach().__setitem__(
+        torch.zeros(2, dtype=torch.long, device="cuda"), 0.0
+    ),
+    "accumulation of a number in a mask": lambda weight: weight.detach().index_put_(
+        (weight > 0,), torch.tensor(1.0), accumulate=True
+    ),
+    "new_tensor": lambda weight: weight.new_tensor([0.0, 1.0]),
     "masked_scatter_": lambda weight: weight.detach().masked_scatter_(weight > 0, torch.ones(16, device="cuda")),
     "repeats": lambda weight: torch.repeat_interleave(weight, torch.ones(4, dtype=torch.long, device="cuda"), dim=0),
     "counts": lambda weight: torch.bincount(torch.zeros(4, dtype=torch.long, device="cuda")),
@@ -459,6 +474,10 @@ RUNS = {
     "write to pinned memory": lambda weight: torch.ones(4, 4).pin_memory().copy_(weight.detach(), non_blocking=True),
     "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
     "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
+    "index on the device": lambda weight: weight[torch.zeros(2, dtype=torch.long, device="cuda")],
+    "number of the device to an index": lambda weight: weight.detach().__setitem__(
+        torch.zeros(2, dtype=torch.long, device="cuda"), torch.zeros((), device="cuda")
+    ),
     "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),
     "event of the step before": awaits_the_step_before,
 }
