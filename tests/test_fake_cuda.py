@@ -2,7 +2,10 @@
 
 import pytest
 
+from pretrain.model.attention import head_widths
+from pretrain.model.model_config import load_model_config
 from support.fake_cuda import outcomes_of
+from support.project import ROOT
 from support.steps_on_fake_cuda import KERNELS, LOSSES, MIXES, RUNS, SCORES, STEPS, WAITS
 
 
@@ -33,19 +36,26 @@ def test_full_attention_scores_are_never_allocated(outcomes):
     assert len(SCORES) > len(spelt_out) and all("whole scores" in errors[name] for name in spelt_out)
 
 
-CUDNN = ["scaled_dot_product_cudnn_attention", "scaled_dot_product_cudnn_attention_backward"]
-FLASH = ["scaled_dot_product_flash_attention", "scaled_dot_product_flash_attention_backward"]
-EFFICIENT = ["scaled_dot_product_efficient_attention", "scaled_dot_product_efficient_attention_backward"]
-VARLEN = ["varlen_attn", "varlen_attn_backward"]
+NAMES = {"varlen": "varlen_attn"} | {
+    kernel: f"scaled_dot_product_{kernel}_attention" for kernel in ("cudnn", "flash", "efficient")
+}
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_auto_uses_torchs_kernel_for_an_h100(outcomes, name):
-    precision, document_mask, width = KERNELS[name]
-    in_half = VARLEN if document_mask else CUDNN if width <= 128 else FLASH
-    outcome = outcomes[f"kernels: {name}"]
-    assert outcome.error is None, outcome.error
-    assert outcome.result == (in_half if precision == "bf16" else EFFICIENT)
+@pytest.mark.parametrize("rule", KERNELS)
+def test_auto_uses_torchs_kernel_for_an_h100(outcomes, rule):
+    kernel, cases = KERNELS[rule]
+    found = {given: outcomes[f"kernels: {given}"] for given in cases}
+    assert {given: outcome.error for given, outcome in found.items() if outcome.error} == {}
+    expected = [NAMES[kernel], f"{NAMES[kernel]}_backward"]
+    assert {given: outcome.result for given, outcome in found.items()} == dict.fromkeys(cases, expected)
+
+
+def test_the_kernel_is_known_for_the_head_sizes_of_every_shipped_model():
+    """A shipped model with another head size needs a row in KERNELS."""
+    known = {sizes for _, cases in KERNELS.values() for precision, _, sizes, _ in cases if precision == "bf16"}
+    paths = (ROOT / "model_configs").glob("*.json")
+    shipped = {path.name: head_widths(load_model_config(str(path))) for path in paths}
+    assert shipped and {name: sizes for name, sizes in shipped.items() if sizes not in known} == {}
 
 
 def test_the_work_between_steps_does_not_synchronize(outcomes):

@@ -334,8 +334,10 @@ def sdpa(
         mask = _dense_mask((query_BHTE.shape[0], length, keys), query_BHTE.device, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
-    if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
-        # Only torch's flash kernel supports grouped heads. Other kernels would materialize the (T, T) weights.
+    serves_groups = has_flash and mask is None and value_BGTE.shape[-1] == query_BHTE.shape[-1]
+    if is_grouped and device_type == "cuda" and not serves_groups:
+        # Only torch's flash kernel supports grouped heads on every GPU. It needs values as wide as the queries. Other
+        # kernels would materialize the (T, T) weights.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
         is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))

@@ -642,8 +642,12 @@ def test_inductor_reads_slices_tokens_first(kind):
     torch.testing.assert_close(torch.compile(slices)(x_BTC, weight_CW), slices(x_BTC, weight_CW))
 
 
-@pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
-def test_grouped_queries_are_passed_only_to_kernels_that_support_them(gpu, monkeypatch, capability, in_kernel):
+@pytest.mark.parametrize(
+    ("capability", "value_width", "in_kernel"), [((7, 5), 16, False), ((8, 0), 16, True), ((8, 0), 8, False)]
+)
+def test_grouped_queries_are_passed_only_to_kernels_that_support_them(
+    gpu, monkeypatch, capability, value_width, in_kernel
+):
     """Grouped queries are passed to SDPA only if its kernel supports them. Otherwise, torch would allocate (T, T)
     matrices."""
     gpu.append(capability)
@@ -653,13 +657,13 @@ def test_grouped_queries_are_passed_only_to_kernels_that_support_them(gpu, monke
         seen["heads"], seen["enable_gqa"] = key.shape[1], enable_gqa
         return SimpleNamespace(transpose=lambda *dims: None)
 
-    def on_gpu(heads):
-        tensor = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16, shape=(1, heads, 8, 16))
-        tensor.to, tensor.repeat_interleave = lambda dtype: tensor, lambda group, dim: on_gpu(heads * group)
+    def on_gpu(heads, width=16):
+        tensor = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16, shape=(1, heads, 8, width))
+        tensor.to, tensor.repeat_interleave = lambda dtype: tensor, lambda group, dim: on_gpu(heads * group, width)
         return tensor
 
     monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", attend)
-    sdpa(torch.nn.Identity(), on_gpu(4), on_gpu(2), on_gpu(2), None)
+    sdpa(torch.nn.Identity(), on_gpu(4), on_gpu(2), on_gpu(2, value_width), None)
     assert seen == {"heads": 2 if in_kernel else 4, "enable_gqa": in_kernel}
 
 

@@ -111,6 +111,8 @@ def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
         stack.enter_context(mock.patch.multiple(torch.Tensor, pin_memory=pin_memory, is_pinned=is_pinned))
         for name in ("tensor", "as_tensor"):  # these bypass the modes below
             stack.enter_context(mock.patch.object(torch, name, _by_way_of_the_host(getattr(torch, name))))
+        device_kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        device_kernels.impl("empty_strided", _refuse_host_data, "CUDA")
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if not may_wait:
@@ -127,6 +129,16 @@ def _by_way_of_the_host(make):
         return tensor.to(device)
 
     return made
+
+
+def _refuse_host_data(*_, **__):
+    """Replaces CUDA's empty_strided. Raises Waits in a `refuse_waits` context.
+
+    x[[0, 1]], new_tensor and torch.asarray convert Python data in C++, where the modes don't see the blocking copy to
+    the device. That copy is all that gets here: other operations use fake tensors.
+    """
+    _wait("copy of Python data to the device")
+    raise NotImplementedError("fake CUDA only copies Python data in torch.tensor and torch.as_tensor")
 
 
 _PINNED = set()
@@ -160,8 +172,9 @@ class Waits(Exception):
 
     Raised for reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, reading or writing
     with a mask, repeat_interleave, bincount), copies between host and device without non_blocking or without pinned
-    memory, synchronization with the device or a stream, empty_cache, and synchronization with an event that was
-    followed by fewer than LEAD kernels.
+    memory, indexing with a list or an index on the host, writing a number to positions given by an index, new_tensor,
+    synchronization with the device or a stream, empty_cache, and synchronization with an event that was followed by
+    fewer than LEAD kernels.
     """
 
 
@@ -193,14 +206,24 @@ def _mode_that_refuses_waits() -> type:
     }
     reads |= {aten.masked_scatter.default, aten.masked_scatter_.default, aten.bincount.default}
     by_index = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-    by_index |= {aten._unsafe_index_put.default}
+    by_index |= {aten._unsafe_index.Tensor, aten._unsafe_index_put.default}
     copies = {aten._to_copy.default: "non_blocking", aten.copy_.default: "non_blocking"}
 
-    def reads_mask(func, args) -> bool:
-        """Returns True if indexing reads a mask. Writing a single value to masked positions doesn't."""
-        if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-            return False
-        return func is aten.index.Tensor or args[2].numel() > 1
+    def reason_to_wait(indices, value=None, accumulate=False) -> str | None:
+        """Returns why indexing waits, or None. `value` is the tensor to write, or None for reading.
+
+        The rules are from torch 2.13's TensorAdvancedIndexingUtils.h and IndexingUtils.h, and _index_put_impl_.
+        """
+        indices = [index for index in indices if index is not None]
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        is_number = value is not None and value.device.type == "cpu" and value.numel() == 1
+        if is_number and not accumulate and len(indices) == len(masks) == 1 and masks[0].device.type == "cuda":
+            return None  # torch uses masked_fill_, but only if the value is on the host
+        if masks:
+            return "with a mask reads the number of true elements"
+        if any(index.device.type == "cpu" for index in indices):
+            return "copies the index to the device"  # this blocks even if the index is pinned
+        return "copies the value to the device" if is_number else None
 
     class RefusesWaits(TorchDispatchMode):
         @classmethod
@@ -225,8 +248,8 @@ def _mode_that_refuses_waits() -> type:
                 raise Waits(f"{func} reads a value from the device")
             if func is aten.repeat_interleave.Tensor and device == "cuda" and kwargs.get("output_size") is None:
                 raise Waits(f"{func} without output_size reads the output's size")
-            if func in by_index and device == "cuda" and reads_mask(func, args):
-                raise Waits(f"{func} with a mask reads the number of true elements")
+            if func in by_index and device == "cuda" and (reason := reason_to_wait(*args[1:4])):
+                raise Waits(f"{func} {reason}")
             if func in copies:
                 is_write = func is aten.copy_.default
                 other = args[1].device if is_write else kwargs.get("device") or args[0].device

@@ -142,27 +142,37 @@ WHOLE = F.scaled_dot_product_attention
 """torch's function, which computes full scores for fake tensors, as on a GPU without a suitable kernel."""
 
 
+def cudnn_serves(head_sizes: tuple[int, int], dropout: float) -> bool:
+    """Returns True if torch selects cuDNN for these (query, value) head sizes, in half precision on an H100.
+
+    Larger head sizes need cuDNN 9.23, but torch 2.13's wheels for CUDA 13 contain 9.20. This rule is from torch's main
+    branch in the summer of 2026. In April, main served head sizes up to 256 with cuDNN 9.10, and 2.13 may still do so.
+    """
+    fits = max(head_sizes) <= 128 or head_sizes == (192, 128)
+    return fits and not any(size % 8 for size in head_sizes) and (16 * dropout).is_integer()
+
+
 def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Runs the kernel that torch 2.13 selects on an H100 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    In half precision, this is cuDNN for head sizes up to 128, or flash attention up to 256 without a mask. Otherwise,
-    it is the memory-efficient kernel, or full scores if heads are grouped.
+    In half precision, this is cuDNN if it serves the head sizes and the dropout, or flash attention for equal head
+    sizes up to 256 without a mask. Otherwise, it is the memory-efficient kernel, or full scores if heads are grouped.
     """
-    widths = {query.shape[-1], value.shape[-1]}
+    head_sizes = (query.shape[-1], value.shape[-1])
     in_half = query.dtype in (torch.bfloat16, torch.float16)
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
         bias = bias.expand(*query.shape[:2], -1, -1)
-    if in_half and max(widths) <= 128 and not any(width % 8 for width in widths):
+    if in_half and cudnn_serves(head_sizes, dropout):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         return cudnn(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
-    if in_half and mask is None and len(widths) == 1 and max(widths) <= 256:
+    if in_half and mask is None and len(set(head_sizes)) == 1 and max(head_sizes) <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         if enable_gqa:  # its fake backward pass doesn't support groups
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         return flash(query, key, value, dropout, is_causal, scale=scale)[0]
-    if enable_gqa or any(width * query.element_size() % 16 for width in widths):
+    if enable_gqa or any(size * query.element_size() % 16 for size in head_sizes):
         return WHOLE(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
@@ -181,14 +191,16 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernels_of(precision: str, document_mask: bool, width: int) -> list[str]:
+def kernels_of(precision: str, document_mask: bool, head_sizes: tuple[int, int], dropout: float) -> list[str]:
     """Returns the kernels that `auto` runs, forward and backward, with grouped queries."""
     with replacements(), fake_cuda(), Kernels() as kernels:
         shape = {"device": "cuda", "dtype": DTYPES[precision], "requires_grad": True}
-        tensors = [torch.empty(2, heads, 256, width, **shape) for heads in (8, 2, 2)]
+        of_query, of_value = head_sizes
+        shapes = ((8, of_query), (2, of_query), (2, of_value))
+        tensors = [torch.empty(2, heads, 256, size, **shape) for heads, size in shapes]
         packed = {"cu_seq_lens_q": torch.zeros(9, dtype=torch.int32, device="cuda")} if document_mask else {}
         attend = AttentionInterface()[chosen_attention("auto", precision, document_mask)]
-        attend(torch.nn.Module(), *tensors, None, 0.0, **packed)[0].sum().backward()
+        attend(torch.nn.Module(), *tensors, None, dropout, **packed)[0].sum().backward()
     return kernels.names
 
 
@@ -439,6 +451,21 @@ WAITS = {
     "event": lambda weight: recorded_event().synchronize(),
     "cache": lambda weight: torch.cuda.empty_cache(),
     "write to a mask": lambda weight: weight.detach().__setitem__(weight[:, 0] > 0, torch.ones(4, device="cuda")),
+    "write of one element to a mask": lambda weight: weight.detach().__setitem__(
+        weight > 0, torch.ones((), device="cuda")
+    ),
+    "index on the host": lambda weight: weight[torch.tensor([0, 1])],
+    "list as an index": lambda weight: weight[[0, 1]],
+    "write to an index on the host": lambda weight: weight.detach().index_put_(
+        (torch.tensor([0, 1]),), torch.ones((), device="cuda")
+    ),
+    "write of a number to an index": lambda weight: weight.detach().__setitem__(
+        torch.zeros(2, dtype=torch.long, device="cuda"), 0.0
+    ),
+    "accumulation of a number in a mask": lambda weight: weight.detach().index_put_(
+        (weight > 0,), torch.tensor(1.0), accumulate=True
+    ),
+    "new_tensor": lambda weight: weight.new_tensor([0.0, 1.0]),
     "masked_scatter_": lambda weight: weight.detach().masked_scatter_(weight > 0, torch.ones(16, device="cuda")),
     "repeats": lambda weight: torch.repeat_interleave(weight, torch.ones(4, dtype=torch.long, device="cuda"), dim=0),
     "counts": lambda weight: torch.bincount(torch.zeros(4, dtype=torch.long, device="cuda")),
@@ -459,6 +486,10 @@ RUNS = {
     "write to pinned memory": lambda weight: torch.ones(4, 4).pin_memory().copy_(weight.detach(), non_blocking=True),
     "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
     "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
+    "index on the device": lambda weight: weight[torch.zeros(2, dtype=torch.long, device="cuda")],
+    "number of the device to an index": lambda weight: weight.detach().__setitem__(
+        torch.zeros(2, dtype=torch.long, device="cuda"), torch.zeros((), device="cuda")
+    ),
     "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),
     "event of the step before": awaits_the_step_before,
 }
@@ -489,14 +520,38 @@ SCORES = {
 """{name: arguments for `attend`}. Flex attention and FlashAttention are excluded, because stand-ins replace them."""
 CASES = {f"scores: {name}": functools.partial(attend, *given) for name, given in SCORES.items()}
 
+UP_TO_128 = ((32, 32), (48, 32), (64, 64), (96, 64), (96, 96), (128, 128))
+"""(query, value) head sizes of the shipped models that cuDNN serves without an exception for that size."""
 KERNELS = {
-    f"{precision}, {document_mask}, {width}": (precision, document_mask, width)
-    for precision in ("bf16", "fp32")
-    for document_mask in (True, False)
-    for width in (64, 256)
+    "fp32 takes the memory-efficient kernel": (
+        "efficient",
+        [("fp32", masked, sizes, 0.0) for masked in (True, False) for sizes in ((64, 64), (192, 128), (256, 256))],
+    ),
+    "cuDNN serves head sizes up to 128": ("cudnn", [("bf16", False, sizes, 0.0) for sizes in UP_TO_128]),
+    "cuDNN serves head sizes of 192 and 128": (
+        "cudnn",
+        [("bf16", masked, (192, 128), 0.0) for masked in (True, False)],
+    ),
+    "cuDNN 9.20 does not serve other large head sizes": (
+        "flash",
+        [("bf16", False, sizes, 0.0) for sizes in ((136, 136), (192, 192), (256, 256))],
+    ),
+    "cuDNN serves dropout in sixteenths": ("cudnn", [("bf16", masked, (64, 64), 0.125) for masked in (True, False)]),
+    "flash attention serves other dropout": ("flash", [("bf16", False, (64, 64), 0.1)]),
+    "flash attention serves no mask": ("efficient", [("bf16", True, (64, 64), 0.1)]),
+    "flash attention serves equal head sizes": (
+        "efficient",
+        [("bf16", False, (192, 128), 0.1), ("bf16", False, (256, 128), 0.0)],
+    ),
+    "packed documents take varlen attention": (
+        "varlen",
+        [("bf16", True, sizes, 0.0) for sizes in ((64, 64), (256, 256))],
+    ),
 }
-"""{name: (precision, document_mask, head size)}"""
-CASES |= {f"kernels: {name}": functools.partial(kernels_of, *given) for name, given in KERNELS.items()}
+"""{rule: (kernel, [(precision, document_mask, (query, value) head size, dropout)])}"""
+CASES |= {
+    f"kernels: {given}": functools.partial(kernels_of, *given) for _, cases in KERNELS.values() for given in cases
+}
 
 CASES |= {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
 CASES |= {"four steps": train_four_steps}
