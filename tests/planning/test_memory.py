@@ -204,8 +204,13 @@ def test_offload_moves_the_states_away(model_config, model_file):
     total = sizes_of(model_config).total
     assert memory.parameters == memory.optimizer == memory.gradients == 0
     assert memory.host == total * (2 + 4 + 4 + 4 + 8) / 2
-    on_disk = need(run_config(model_file), model_config, "zero3_offload_nvme", ranks=2)
-    assert on_disk.disk > 0 and on_disk.host < memory.host
+    run = PlannedRun(run_config(model_file), model_config, "bf16")
+    nvme = layout("zero3_offload_nvme", 2)
+    on_disk = footprint(run, replace(nvme, zero=nvme.zero | {"sub_group_size": 1}), 8)
+    largest = sizes_of(model_config).largest
+    assert on_disk.disk == total * (4 + 4 + 8) / 2
+    # DeepSpeed has four fp32 buffers, each as large as the largest sub-group. Here, that is one parameter.
+    assert on_disk.host == (total * (2 + 4) + 4 * 4 * largest) / 2
 
 
 def test_fsdp_offload_moves_the_states_away(model_config, model_file):
@@ -224,7 +229,7 @@ STATES = {
     "zero2": (2 + (4 + 4 + 8) / 2, 0, 0),
     "zero3": ((2 + 4 + 4 + 8) / 2, 0, 0),
     "zero3_offload": (0, (2 + 4 + 4 + 4 + 8) / 2, 0),  # DeepSpeed keeps two copies of the gradients
-    "zero3_offload_nvme": (0, (2 + 4) / 2, (4 + 4 + 8) / 2),
+    "zero3_offload_nvme": (0, (2 + 4 + 4 * 4) / 2, (4 + 4 + 8) / 2),  # four buffers for a single sub-group
     "cp": ((4 + 4 + 8) / 2, 0, 0),
     "ep": ((4 + 4 + 8) / 2, 0, 0),
     "mesh": ((4 + 4 + 8) / 2, 0, 0),
