@@ -54,7 +54,14 @@ def main() -> int:
     elif arguments.train_classifier:
         train_filter(arguments)
     else:
-        return carry_out(read_request(arguments))
+        request = read_request(arguments)
+        try:
+            return carry_out(request)
+        finally:
+            if request.on_ray:
+                from pretrain_tools.preparation.workers import stop_ray
+
+                stop_ray()
     return 0
 
 

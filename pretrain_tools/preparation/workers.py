@@ -117,6 +117,12 @@ class _Actor:
         return self._perform(job)
 
 
+def stop_ray() -> None:
+    """Disconnects from the cluster, or stops Ray if it was started on this machine."""
+    if ray := sys.modules.get("ray"):
+        ray.shutdown()
+
+
 def _started(address: str | None, workers: int | None):
     try:
         import ray

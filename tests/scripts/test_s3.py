@@ -165,7 +165,7 @@ def test_a_cluster_whose_driver_and_actor_are_killed(store, tokenizer, tmp_path)
         wait_until(lambda: actors_of(driver), driver)
         (actor, *_) = actors_of(driver)
         actor.kill()
-        assert driver.wait(300) == 0, output.seek(0) or output.read()
+        assert driver.wait(600) == 0, output.seek(0) or output.read()
     made = [path.name for path in (tmp_path / "here").iterdir() if path.is_file()]
     assert len(made) >= 7
     assert all(store.read(f"clustered/{name}") == (tmp_path / "here" / name).read_bytes() for name in made)
