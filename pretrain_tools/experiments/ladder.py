@@ -124,7 +124,7 @@ class Ladder:
 
     @property
     def problem(self) -> str | None:
-        """Why the fit doesn't allow predictions, or None if it does."""
+        """Returns the reason why the fit doesn't allow predictions, or None if it does."""
         sizes = len(distinct_sizes(self.rungs))
         if sizes < LEAST_SIZES:
             return (

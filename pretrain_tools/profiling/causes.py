@@ -68,7 +68,7 @@ class RankSteps:
     compilations: list[dict[str, Any]]
     """Compilations during the recording, see `compilations_since`."""
     retries_per_step: float
-    """How often torch freed its cache and retried a failed allocation."""
+    """Number of times torch freed its cache and retried a failed allocation."""
     problems: list[str]
     """Errors of the profiler."""
 
