@@ -316,7 +316,10 @@ def by_deepspeed(work: Work) -> Memory:
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
     # Stage 1's bf16 gradients are created one by one in the backward pass.
-    at_its_start = 0.0 if stage == 1 and not work.accumulates else in_pass
+    at_its_start = 0.0 if stage == 1 and not work.accumulates else buckets
+    # When the first bucket is full, the layers whose gradients it contains have freed their activations.
+    filled = max(0.0, settings.get("reduce_bucket_size", LARGE_BUCKET) - sizes.head) / sizes.in_layers
+    at_first_bucket = act["backward"] - min(1.0, filled) * (act["backward"] - act["first layer"])
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # keeps layers gathered up to this number of elements
@@ -338,6 +341,8 @@ def by_deepspeed(work: Work) -> Memory:
         ),
         "last bucket": (gradients + unreduced, 0.0, buckets + copies),
     }
+    if fills_bucket:
+        moments["first bucket"] = (resident, at_first_bucket, gathered + in_pass + in_flight)
     optimizer = settings.get("offload_optimizer") or {}
     parameters = settings.get("offload_param") or {}
     if not (optimizer or parameters):
