@@ -19,6 +19,7 @@ from pretrain.terminal import announce_loading
 if __name__ == "__main__":  # before importing torch, which is slow
     words = sys.argv[1:]
     if any(word.split("=")[0] == "--text" for word in words):
+        announce_loading()
         from pretrain_tools.planning.own_text import with_own_text
 
         words = or_exit(lambda: with_own_text(sys.argv[1:]))

@@ -246,7 +246,8 @@ MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
 SMALL_MODEL = replace(MODEL, layers=2, sequence_length=64, sequences=8)
 """Model for the runs on a CPU, with two pipeline stages."""
 STEPS = 12
-KILL_AFTER_STEP = 6
+KILL_AFTER_STEP = 9
+"""The save of step 8 waits for the save of step 4, so one checkpoint is complete by then."""
 KILL_SECONDS = 600
 """Maximum time until the step after which the run is killed."""
 FORWARD = """\

@@ -23,7 +23,7 @@ import torch
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.shards import open_shards, read_manifest
 from pretrain.data.tokenizer import load_decoder
-from pretrain.errors import CRASHED, EXIT_BAD_INPUT, InputError, Problems, leave, shortened
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, Problems, leave, shortened
 from pretrain.files import ROOT, shown
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.optimizers import OPTIMIZERS
@@ -48,6 +48,7 @@ LARGEST_FILE_BYTES = 250_000_000
 """Larger plain-text files are split into paragraphs, because documents are limited to 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(limit on the text size in bytes, fraction held out for validation below it)."""
+STOPPED = "stopped; run the same command again to continue"
 ANOTHER_NAME = "use a different name with --output runs/NAME"
 SHARE_OF_TIME = 0.85
 """Fraction of the time spent on training steps. The rest is for validation, samples, checkpoints and export."""
@@ -128,7 +129,11 @@ def with_own_text(arguments: list[str]) -> list[str]:
     # The recipe doesn't exist yet, so check the settings with the demo's.
     problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
     problems.stop_if_any()
-    make_recipe(asked, files)
+    try:
+        make_recipe(asked, files)
+    except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
+        leave(EXIT_INTERRUPTED)
     return started
 
 
@@ -291,11 +296,11 @@ def run_to_its_end(command: list[str]) -> None:
     print(f"\n$ {typed(command)}", flush=True)
     with signals_passed_on() as received:
         words = [sys.executable, str(ROOT / command[0]), *command[1:]]
-        status = subprocess.run(words, start_new_session=True).returncode
+        status = 0 if received else subprocess.run(words, start_new_session=True).returncode
     if received:
         status = status_after(received[0])
     if status and status != EXIT_BAD_INPUT:
-        print("stopped; run the same command again to continue", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
     if status:
         leave(status if status > 0 else CRASHED)
 

@@ -292,3 +292,16 @@ def test_an_interrupted_preparation_ends_the_command(tmp_path, text):
         assert process.wait(300) == 130, printed
     assert "run the same command again to continue" in printed
     assert not (tmp_path / "recipes").exists()
+
+
+def test_ctrl_c_between_the_commands_ends_without_a_traceback(tmp_path, text, monkeypatch, capsys):
+    def interrupted(minutes: float) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "novel.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pretrain_tools.planning.own_text.Machine.measured", interrupted)
+    with pytest.raises(SystemExit) as exited:
+        with_own_text(["--text", "novel.txt"])
+    assert exited.value.code == 130
+    assert capsys.readouterr().err == "stopped; run the same command again to continue\n"
