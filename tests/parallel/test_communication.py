@@ -9,6 +9,7 @@ from support.fake_cuda import outcomes_of
 from support.project import ROOT
 from support.ranks_on_fake_cuda import (
     ATTENTIONS,
+    COMPILED,
     HIDDEN_STATES,
     LAUNCHES,
     MIXTURE,
@@ -226,6 +227,12 @@ def outcomes():
 @pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS, *OFFLOADED])
 def test_a_step_runs_on_one_of_eight_gpus_without_synchronizing(outcomes, launch):
     assert outcomes[launch].error is None
+
+
+@pytest.mark.parametrize("launch", COMPILED)
+def test_compiled_steps_and_the_work_between_them_do_not_synchronize(outcomes, launch):
+    """Prefetching batches, exchanging reports and copying weights for a checkpoint don't synchronize."""
+    assert outcomes[f"four steps: {launch}"].error is None
 
 
 def sent(collectives: dict[str, tuple[int, int]]) -> float:

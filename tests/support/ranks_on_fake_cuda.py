@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._meta_registrations import create_fakework
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,10 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, WindowSpec
 from pretrain.mesh_sizes import launched_sizes
 from pretrain.model.attention import attention_arguments, document_layout
 from pretrain.model.build import build_meta_model
+from pretrain.model.compile import compile_model
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
@@ -45,6 +47,7 @@ from pretrain.recipe import read_run_config
 from support.fake_cuda import fake_cuda, refuse_waits, torch_cuda_with
 from support.flash_packages import flash_packages
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
+from support.steps_on_fake_cuda import compiled_by, four_steps
 
 ROOT = Path(__file__).parents[2]
 RANKS, SEQUENCES, LENGTH = 8, 8, 256
@@ -493,6 +496,16 @@ def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
         return {"forward": forward.issued, "backward": backward.issued}
 
 
+def train_four_steps(launch: Launch) -> None:
+    """Runs `steps_on_fake_cuda.four_steps` with compiled layers."""
+    compiles = functools.partial(torch.compile, backend=aot_eager)
+    with ExitStack() as stack:
+        run = prepared(launch, stack)
+        stack.enter_context(compiled_by(compiles))
+        compile_model(run.model, run.causal_lm, "regional")
+        four_steps(run.strategy, run.model, WindowSpec(launch.length, True), launch.attention)
+
+
 def take_step(
     strategy: Strategy,
     model: torch.nn.Module,
@@ -557,4 +570,7 @@ OFFLOADED = {
 OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
 """Launches whose operation order is recorded."""
 CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
+COMPILED = ("ddp", "fsdp2", "tp", "cp")
+"""Launches that train four steps with compiled layers and with the work between steps."""
+CASES |= {f"four steps: {name}": functools.partial(train_four_steps, LAUNCHES[name]) for name in COMPILED}
 CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}

@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AutoConfig
 import pretrain.model.kernels
 import pretrain.training.build
 from pretrain.checkpoint.run_state import Request
-from pretrain.checkpoint.tensor_files import HostMemory
+from pretrain.checkpoint.tensor_files import HostMemory, shares
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
@@ -34,7 +35,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.step_reports import Consensus
-from support.fake_cuda import LEAD, fake_cuda, pinned, refuse_waits
+from support.fake_cuda import LEAD, fake_cuda, is_pinned, pin_memory, pinned, refuse_waits
 from support.flash_packages import flash_packages
 from support.tiny_models import TINY, TINY_LLAMA
 
@@ -239,9 +240,11 @@ def a_host_batch(window: WindowSpec) -> HostBatch:
     return host_batch(host_arrays(False)[0], window, end_of_document_id=0, device=torch.device("cuda"))
 
 
-def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
-    """Returns token IDs for 41-token documents, (2, WINDOW + 1), and their layout."""
-    ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
+def host_arrays(
+    document_mask: bool, rows: int = 2, length: int = WINDOW
+) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
+    """Returns token IDs for 41-token documents, (rows, length + 1), and their layout."""
+    ids = (np.arange(rows * (length + 1)).reshape(rows, -1) % 41).astype(np.uint16)
     return ids, document_layout(ids[:, :-1], 0) if document_mask else None
 
 
@@ -276,10 +279,7 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
 
 
 def train_four_steps() -> None:
-    """Runs train.py's loop with prefetching, report exchange, a checkpoint's weight copies, and compiled layers.
-
-    The first two steps may wait for the device, because they compile.
-    """
+    """Runs `four_steps` in a single process."""
     config = settings_of({name: values[0] for name, values in CHOICES.items()})
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
     model_plan = SimpleNamespace(
@@ -287,27 +287,50 @@ def train_four_steps() -> None:
     )
     model_plan.active_parameters, model_plan.parameters = 10**6, 10**6
     model_plan.router_losses = router_losses(config.loss, build_meta_model(model_plan.model_config))
+    compiles = functools.partial(torch.compile, backend=aot_eager)
+    with replacements(), fake_cuda(may_wait=True), compiled_by(compiles):
+        strategy = Strategy(config.precision, config)
+        compiled = config.model_copy(update={"compile": "regional"})
+        built = build_training(compiled, model_plan, strategy, learning_rate=1e-3)
+        four_steps(strategy, built.model, config.data.window, attention)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "all layers must share one graph"
+
+
+class InThisThread:
+    """Stand-in for ReadAhead's thread. Only the case's own thread can create fake tensors."""
+
+    def submit(self, function: Callable, *arguments: object) -> Future:
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
+def four_steps(strategy: Strategy, model: torch.nn.Module, window: WindowSpec, attention: str) -> None:
+    """Runs train.py's loop with prefetching, report exchange and a checkpoint's weight copies.
+
+    The first two steps may wait for the device, because they compile.
+    """
+
+    def read(step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
+        return host_arrays(False, sequences, window.sequence_length)[0]
+
     plan = SimpleNamespace(
         attention=attention,
         total_steps=4,
         micro_steps=lambda _: 2,
-        stage=lambda _: SimpleNamespace(window=config.data.window, sequences_per_micro_batch=2),
-        batches=SimpleNamespace(read=lambda *_, **__: host_arrays(False)[0], end_of_document_id=0),
+        stage=lambda _: SimpleNamespace(window=window, sequences_per_micro_batch=2),
+        batches=SimpleNamespace(read=read, end_of_document_id=0),
     )
     no_values = mock.patch.object(FakeTensor, "tolist", values_that_arrived)
     locks = mock.patch("pretrain.checkpoint.tensor_files.lock", locked)
-    compiles = functools.partial(torch.compile, backend=aot_eager)
-    with replacements(), fake_cuda(may_wait=True), no_values, locks, empty_is_pinned(), compiled_by(compiles):
-        strategy = Strategy(config.precision, config)
-        compiled = config.model_copy(update={"compile": "regional"})
-        built = build_training(compiled, model_plan, strategy, learning_rate=1e-3)
-        built.model.train()
+    memory_is_pinned = mock.patch.multiple(torch.Tensor, pin_memory=pin_memory, is_pinned=is_pinned)
+    with no_values, locks, empty_is_pinned(), memory_is_pinned:
+        model.train()
         read_ahead = ReadAhead(strategy)
-        batch_on_host = a_host_batch(config.data.window)
-        read_ahead._host_batch = lambda *_: batch_on_host  # only this thread can create fake tensors
+        read_ahead._thread = InThisThread()
         consensus = Consensus(strategy)
-        weights = strategy.weights()
-        memory = HostMemory({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
+        tensors = strategy.model_tensors()
+        memory = HostMemory({name: (shape, tensors.dtypes[name]) for name, shape in tensors.shapes.items()})
         reports = []
         for step in range(plan.total_steps):
             with refuse_waits() if step >= 2 else contextlib.nullcontext():
@@ -317,15 +340,14 @@ def train_four_steps() -> None:
                     batch = read_ahead.micro_batch(plan, step, micro_step)
                     read_ahead.last_seconds.append(1.0)  # slow disk: the thread reads the next step
                     with strategy.accumulate(is_last=micro_step == 1):
-                        micro_loss, cross_entropy = built.model(**batch)
+                        micro_loss, cross_entropy = model(**batch)
                         strategy.backward(micro_loss / 2)
                     step_loss += cross_entropy / 2
-                grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+                grad_norm, skipped = strategy.update(1.0)
                 reports += consensus.exchange(step, step_loss, grad_norm, skipped, Request.NONE)
-                for name, weight in weights.items():
-                    memory.hold(name, weight.detach())
+                for _, name, tensor in shares("model", tensors, 0, strategy.ranks.count, int, on_host=False):
+                    memory.hold(name, tensor)
         assert [report.step for report in reports] == [0, 1], "each report must arrive two steps later"
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "all layers must share one graph"
 
 
 def values_that_arrived(tensor: FakeTensor) -> list[float]:
