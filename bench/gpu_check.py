@@ -117,7 +117,7 @@ STRATEGIES = (
 DEFAULT_KERNELS = " with default kernels"
 IN_FP8 = " in fp8"
 MOST_PROCESSES = 8
-"""Maximum number of processes. It equals the number of layers, and of heads, of MODEL."""
+"""Maximum number of processes. MODEL has as many heads, and twice as many layers, because pp uses two stages each."""
 FEWEST_PROCESSES = {"fsdp_tp": 4}
 """Minimum numbers of processes. The others need two, but with two, fsdp_tp would be the same as tp."""
 FP8_STRATEGIES = ("fsdp2", "tp", "fsdp_tp", "zero3")

@@ -241,10 +241,11 @@ def loss_error(
     return max(relative_error([one], [other]) for one, other in zip(found, reference, strict=True))
 
 
-MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
-"""Model for the runs. It has enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
-SMALL_MODEL = replace(MODEL, layers=2, sequence_length=64, sequences=8)
-"""Model for the runs on a CPU, with two pipeline stages."""
+MODEL = Shape("llama", 16, 128, 8, 1024, 128, 16)
+"""Model for the runs. It has enough heads for eight tensor-parallel ranks, and enough layers for two pipeline stages
+on each of eight processes."""
+SMALL_MODEL = replace(MODEL, layers=4, sequence_length=64, sequences=8)
+"""Model for the runs on a CPU, with two pipeline stages on each of two processes."""
 STEPS = 12
 KILL_AFTER_STEP = 9
 """The save of step 8 waits for the save of step 4, so one checkpoint is complete by then."""
