@@ -554,7 +554,12 @@ OFFLOADED = {
     ),
 }
 """Launches with parameters in CPU memory and a dimension that sums gradients on GPUs."""
+MUON = {
+    f"{strategy}, muon": Launch(strategy, model=model, settings=(("optim.name", "muon"),))
+    for strategy, model in (("fsdp2", "llama"), ("tp", "llama"), ("cp", "llama"), ("ep", "qwen3_moe"))
+}
 OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
 """Launches whose operation order is recorded."""
-CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
+COUNTED = {**LAUNCHES, **ATTENTIONS, **OFFLOADED, **MUON}
+CASES = {name: functools.partial(count, launch) for name, launch in COUNTED.items()}
 CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}
