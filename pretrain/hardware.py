@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,8 @@ MADV_HUGEPAGE = 14
 """madvise(2) advice."""
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
+FIXED_CUDNN = 92600
+"""First cuDNN version whose attention supports masks for all lengths."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICE_FILE = Path("/dev/nvidia0")
 """Device file of NVIDIA's Linux driver."""
@@ -324,6 +326,16 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; we never read uninitialized memory
     torch._inductor.config.deterministic = True  # don't choose kernels by benchmarking them
+
+
+def avoid_faulty_cudnn(lengths: Iterable[int]) -> None:
+    """Excludes cuDNN from torch's attention if its gradients could be NaN for windows of these lengths.
+
+    If there is a mask, cuDNN before 9.26 pads keys to a multiple of 128 incorrectly on Hopper, and the gradients are
+    NaN for low logits (github.com/pytorch/pytorch/issues/196678). The setting also covers transformers' attention.
+    """
+    if any(length % 128 == 64 for length in lengths) and (torch.backends.cudnn.version() or FIXED_CUDNN) < FIXED_CUDNN:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_freed_memory(reserved_bytes: int) -> None:

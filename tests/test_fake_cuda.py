@@ -6,7 +6,7 @@ from pretrain.model.attention import head_widths
 from pretrain.model.model_config import load_model_config
 from support.fake_cuda import outcomes_of
 from support.project import ROOT
-from support.steps_on_fake_cuda import KERNELS, LOSSES, MIXES, RUNS, SCORES, STEPS, WAITS
+from support.steps_on_fake_cuda import KERNELS, LOSSES, MIXES, RUNS, SCORES, STEPS, VARIES, WAITS
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +14,10 @@ def outcomes():
     return outcomes_of("support.steps_on_fake_cuda")
 
 
-def test_fake_cuda_rejects_mixed_devices_and_synchronization(outcomes):
+def test_fake_cuda_rejects_mixed_devices_synchronization_and_varying_results(outcomes):
     errors = {name: outcome.error for name, outcome in outcomes.items() if ": " in name}
     assert {name for name in WAITS if not (errors[f"waits: {name}"] or "").startswith("Waits")} == set()
+    assert {name for name in VARIES if not (errors[f"varies: {name}"] or "").startswith("NotDeterm")} == set()
     assert {name for name in MIXES if "same device" not in (errors[f"mixes: {name}"] or "")} == set()
     assert {name: error for name in RUNS if (error := errors[f"runs: {name}"])} == {}
 

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from pretrain import hardware
+from pretrain.config import CurriculumStage
 from pretrain.errors import InputError
 from pretrain.hardware import (
     ONEDNN_ISAS_WITHOUT_BF16,
@@ -26,8 +27,8 @@ from pretrain.hardware import (
     peak_flops,
     seed_dropout,
 )
-from pretrain.parallel import strategy
-from pretrain.parallel.registry import strategy_named
+from pretrain.parallel import registry, strategy
+from pretrain.parallel.registry import make_strategy, strategy_named
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
@@ -339,6 +340,30 @@ def test_deterministic_runs_use_deterministic_kernels(recipe):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert "True True\n:4096:8\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "lengths", "avoided"),
+    [
+        (92000, (704,), True),
+        (92000, (640, 704), True),
+        (92000, (128, 640), False),
+        (92000, (96,), False),
+        (92600, (704,), False),
+        (None, (704,), False),
+    ],
+)
+def test_cudnn_is_not_used_for_lengths_with_faulty_gradients(recipe, monkeypatch, version, lengths, avoided):
+    """See github.com/pytorch/pytorch/issues/196678."""
+    set_to = []
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", set_to.append)
+    monkeypatch.setattr(registry, "strategy_class", lambda _: lambda *_: None)
+    config = read_run_config(recipe, [])
+    stages = [CurriculumStage(train=config.data.train, sequence_length=length) for length in lengths]
+    data = config.data.model_copy(update={"train": None, "stages": stages})
+    make_strategy(config.model_copy(update={"data": data}))
+    assert set_to == [False] * avoided
 
 
 @pytest.fixture

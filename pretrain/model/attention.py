@@ -277,7 +277,7 @@ def why_not_flash(config: PreTrainedConfig) -> str | None:
     if any(isinstance(share := getattr(config, name, None), float) and share > 0 for name in names):
         return "does not support attention dropout, which this model uses"
     widths = head_widths(config)
-    if widths is not None and widths[0] != widths[1]:
+    if widths is not None and widths[0] < widths[1]:
         return f"does not support value head dimension {widths[1]} with key head dimension {widths[0]}"
     if widths is not None and not has_flash_kernels(None, widths[0]):
         return f"does not support head dimension {widths[0]} on this GPU"
@@ -321,11 +321,14 @@ def sdpa(
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
     has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index, query_BHTE.shape[-1])
-    if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
-        own = length == keys and cpu_attention.serves_windows(query_BHTE.dtype, length)
+    width, value_width = query_BHTE.shape[-1], value_BGTE.shape[-1]
+    if attention_mask is None and not dropout and value_width <= width:
+        own = length == keys and value_width == width and cpu_attention.serves_windows(query_BHTE.dtype, length)
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
-            out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
-            return out_BHTE.transpose(1, 2), None
+            out_BHTE = cpu_attention.attend(
+                query_BHTE, key_BGTE, _as_wide_as(width, value_BGTE), cu_seq_lens_q, scaling
+            )
+            return out_BHTE[..., :value_width].transpose(1, 2), None
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
@@ -334,7 +337,7 @@ def sdpa(
         mask = _dense_mask((query_BHTE.shape[0], length, keys), query_BHTE.device, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
-    serves_groups = has_flash and mask is None and value_BGTE.shape[-1] == query_BHTE.shape[-1]
+    serves_groups = has_flash and mask is None and value_width == width
     if is_grouped and device_type == "cuda" and not serves_groups:
         # Only torch's flash kernel supports grouped heads on every GPU. It needs values as wide as the queries. Other
         # kernels would materialize the (T, T) weights.
@@ -487,13 +490,18 @@ def _tokens_first(x_BHTE: Tensor) -> Tensor:
     return x_BHTE.transpose(1, 2).flatten(0, 1)
 
 
+def _as_wide_as(width: int, x: Tensor) -> Tensor:
+    """Pads heads with zeros, without a copy if they have this width."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     batch, heads, length, width = query_BHTE.shape
-    if width % 8:
-        # varlen_attn requires a multiple of 8. Unlike torch's sdpa, it doesn't pad.
-        scaling = width**-0.5 if scaling is None else scaling
-        query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
-    tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
+    value_width = value_BGTE.shape[-1]
+    scaling = width**-0.5 if scaling is None else scaling
+    # varlen_attn requires equal widths, in multiples of 8. Unlike torch's sdpa, it doesn't pad.
+    padded = width + -width % 8
+    tokens = [_as_wide_as(padded, _tokens_first(x)) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {}
     if heads != key_BGTE.shape[1] and VARLEN_TAKES_GROUPS:
@@ -503,7 +511,7 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
     # The kernel's window excludes the query itself.
     seen = (-1 if window is None else window - 1, 0)
     out_NHE = varlen.varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped)
-    return out_NHE[..., :width].unflatten(0, (batch, length))
+    return out_NHE[..., :value_width].unflatten(0, (batch, length))
 
 
 def _flash(
@@ -532,7 +540,7 @@ def _flash(
     value_width = value_BGTF.shape[-1]
     # The kernels require equal key and value widths, in multiples of 8. The padding is removed below.
     padded = width + -width % 8
-    tensors = [x if x.shape[-1] == padded else F.pad(x, (0, padded - x.shape[-1])) for x in tensors]
+    tensors = [_as_wide_as(padded, x) for x in tensors]
     scaling = width**-0.5 if scaling is None else scaling
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
     # By default, the backward pass uses atomic adds in varying order.

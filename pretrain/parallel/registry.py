@@ -5,7 +5,7 @@ from pkgutil import resolve_name
 
 from pretrain.config import Data, RunConfig
 from pretrain.errors import InputError
-from pretrain.hardware import compute_deterministically
+from pretrain.hardware import avoid_faulty_cudnn, compute_deterministically
 from pretrain.mesh_sizes import launched_sizes, processes_launched
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import text_of_first
@@ -49,6 +49,7 @@ def make_strategy(config: RunConfig) -> Strategy:
     """Builds the launched strategy. Raises the same errors as `strategy_class`."""
     if config.deterministic:
         compute_deterministically()
+    avoid_faulty_cudnn(window.sequence_length for window in config.data.windows)
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
     if config.data.dispatch_batches:
         strategy.dispatch_batches()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from numpy.polynomial import Polynomial as Line
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
@@ -115,8 +116,11 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
     """Computes only the shape of attention's output, in the autocast dtype if autocast is enabled."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
+    width, value_width = query_BHTE.shape[-1], value_BGTE.shape[-1]
+    if kwargs.get("cu_seq_lens_q") is not None and value_width < width:
+        value_BGTE = F.pad(value_BGTE, (0, width - value_width))  # as in `sdpa`
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
-    return out_BHTE.transpose(1, 2), None
+    return out_BHTE[..., :value_width].transpose(1, 2), None
 
 
 EXPERTS_IN_ALL_LAYERS = {

@@ -18,7 +18,7 @@ from pretrain.model.attention import attention_arguments, choose_attention, docu
 from pretrain.model.compile import checkpoint_activations
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.own_code import register_all
-from support.flash_packages import flash_packages
+from support.flash_packages import flash_attn_varlen_func, flash_packages
 
 register_all()
 
@@ -580,6 +580,40 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
     wanted = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2)
     assert widths == [24] and found.shape == (1, 6, 2, 20)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_documents_with_narrower_values_match_the_dense_mask(monkeypatch, device_type, groups, dtype):
+    """As in latent attention. A stand-in replaces the kernel for GPUs, which requires equal widths."""
+
+    def varlen_attn(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa=False):
+        settings = {"softmax_scale": scale, "causal": True, "window_size": window_size}
+        return flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **settings).to(query.dtype)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    if device_type == "cpu":
+        monkeypatch.setattr(attention_module, "_dense_mask", None)
+    cu_seq_lens = torch.tensor([0, 5, 32, 33, 64], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 32, 24), (2, 4 // groups, 32, 24), (2, 4 // groups, 32, 16))
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    if device_type == "cpu":
+        found = sdpa(torch.nn.Identity(), *tensors, None, cu_seq_lens_q=cu_seq_lens)[0]
+    else:
+        found = attention_module._varlen(*tensors, cu_seq_lens, None, None)
+    monkeypatch.undo()
+    in_fp32 = [x.detach().float().requires_grad_() for x in tensors]
+    wanted = eager(torch.nn.Identity(), *in_fp32, None, cu_seq_lens_q=cu_seq_lens)[0]
+    assert found.shape == wanted.shape == (2, 32, 4, 16)
+    weight = torch.randn(wanted.shape, generator=generator)
+    results = [
+        [out, *torch.autograd.grad((out.float() * weight).sum(), inputs)]
+        for out, inputs in ((found, tensors), (wanted, in_fp32))
+    ]
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= (1e-6 if dtype == torch.float32 else 0.02) * want.norm()
 
 
 def test_grouped_heads_are_repeated_if_varlen_does_not_support_them(monkeypatch):

@@ -84,10 +84,11 @@ def test_kernels_in_use_are_reported(gpu, attention, capability, dtype, window, 
         ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "does not support head dimension 512 on this GPU"),
         ({"attention_dropout": 0.1}, (9, 0), "does not support attention dropout, which this model uses"),
         (
-            {"model_type": "deepseek_v3"},
+            {"model_type": "deepseek_v3", "v_head_dim": 256},
             (9, 0),
-            "does not support value head dimension 128 with key head dimension 192",
+            "does not support value head dimension 256 with key head dimension 192",
         ),
+        ({"model_type": "deepseek_v3"}, (9, 0), None),
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):

@@ -10,6 +10,7 @@ from support.project import ROOT
 from support.ranks_on_fake_cuda import (
     ATTENTIONS,
     COMPILED,
+    COUNTED,
     HIDDEN_STATES,
     LAUNCHES,
     MIXTURE,
@@ -224,7 +225,7 @@ def outcomes():
     return outcomes_of("support.ranks_on_fake_cuda")
 
 
-@pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS, *OFFLOADED])
+@pytest.mark.parametrize("launch", COUNTED)
 def test_a_step_runs_on_one_of_eight_gpus_without_synchronizing(outcomes, launch):
     assert outcomes[launch].error is None
 

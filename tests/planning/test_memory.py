@@ -78,6 +78,15 @@ def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
     assert trace_activations(dense_first, call) == trace_activations(all_sparse, call)
 
 
+def test_narrower_values_are_padded_for_documents():
+    """Without documents, values are kept as a slice of a matmul's output, which also contains keys."""
+    latent = load_model_config("model_configs/deepseek_v3_4m.json")
+    calls = [ForwardPass(WindowSpec(64, documents), torch.bfloat16, autocast=False) for documents in (True, False)]
+    packed, undivided = (trace_activations(latent, call).per_layer(1) for call in calls)
+    padded, out, values_and_keys = 48, 32, 32 + 32
+    assert packed - undivided == 2 * 64 * latent.num_attention_heads * (2 * padded + out - values_and_keys - out)
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("nvme")])
 def test_an_average_is_four_bytes_of_each_parameter_that_a_process_updates(model_file, model_config, name):
     plain, averaging = (run_config(model_file, averaging={"kind": kind}) for kind in ("none", "ema"))

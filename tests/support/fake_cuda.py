@@ -13,7 +13,7 @@ A case module defines CASES, {name: function}. Each function returns a JSON valu
         fake.from_tensor(host_tensor)                       # a fake tensor with the same shape
 
 As on a GPU, operations on tensors from different devices fail. Unlike on a GPU, synchronization between host and
-device also fails; see `Waits`.
+device also fails (see `Waits`), and so do operators that would fail with `deterministic: true`.
 """
 
 import contextlib
@@ -182,6 +182,10 @@ LEAD = 50
 """Minimum number of kernels issued after an event, so that waiting for it doesn't leave the device idle."""
 
 
+class NotDeterministic(Exception):
+    """Error raised for operators without a deterministic kernel."""
+
+
 class _Issued:
     """Counters shared by the modes in `refuse_waits`."""
 
@@ -195,6 +199,8 @@ def _mode_that_refuses_waits() -> type:
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from support.nondeterministic import raises
 
     aten = torch.ops.aten
     reads = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
@@ -244,6 +250,8 @@ def _mode_that_refuses_waits() -> type:
             kwargs = kwargs or {}
             device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
             _Issued.kernels += device == "cuda"
+            if device == "cuda" and raises(func, args, kwargs):
+                raise NotDeterministic(f"{func} has no deterministic kernel")
             if func in reads and device == "cuda":
                 raise Waits(f"{func} reads a value from the device")
             if func is aten.repeat_interleave.Tensor and device == "cuda" and kwargs.get("output_size") is None:

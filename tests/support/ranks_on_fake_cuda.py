@@ -567,9 +567,14 @@ OFFLOADED = {
     ),
 }
 """Launches with parameters in CPU memory and a dimension that sums gradients on GPUs."""
+MUON = {
+    f"{strategy}, muon": Launch(strategy, model=model, settings=(("optim.name", "muon"),))
+    for strategy, model in (("fsdp2", "llama"), ("tp", "llama"), ("cp", "llama"), ("ep", "qwen3_moe"))
+}
 OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
 """Launches whose operation order is recorded."""
-CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
+COUNTED = {**LAUNCHES, **ATTENTIONS, **OFFLOADED, **MUON}
+CASES = {name: functools.partial(count, launch) for name, launch in COUNTED.items()}
 COMPILED = ("ddp", "fsdp2", "tp", "cp")
 """Launches that train four steps with compiled layers and with the work between steps."""
 CASES |= {f"four steps: {name}": functools.partial(train_four_steps, LAUNCHES[name]) for name in COMPILED}

@@ -29,14 +29,17 @@ from pretrain.hardware import DTYPES
 from pretrain.model import loss
 from pretrain.model.attention import FLASH_PACKAGES, HostBatch, choose_attention, document_layout, host_batch
 from pretrain.model.build import build_meta_model
+from pretrain.model.loss_terms import LossTerm
 from pretrain.model.own_code import register_all
 from pretrain.model.routers import router_losses
 from pretrain.parallel.strategy import Strategy
+from pretrain.registry import LOSS_TERMS, load_extensions
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.step_reports import Consensus
 from support.fake_cuda import LEAD, fake_cuda, is_pinned, pin_memory, pinned, refuse_waits
 from support.flash_packages import flash_packages
+from support.project import ROOT
 from support.tiny_models import TINY, TINY_LLAMA
 
 CHOICES = {
@@ -49,9 +52,11 @@ CHOICES = {
 }
 """Settings that determine which kernels run. fp8 and 8-bit AdamW are excluded because they need more packages."""
 WINDOW = 128
+load_extensions([str(ROOT / "examples/multi_token_prediction.py")])
+module_on_host = LOSS_TERMS["multi_token_prediction"].module
 
 
-def settings_of(choice: Mapping[str, object]) -> RunConfig:
+def settings_of(choice: Mapping[str, object], loss: Mapping[str, object] | None = None) -> RunConfig:
     name, _, in_bf16 = choice["optimizer"].partition(" in ")
     return RunConfig(
         model="none.json",
@@ -63,7 +68,7 @@ def settings_of(choice: Mapping[str, object]) -> RunConfig:
         compile="none",
         attention=choice["attention"],
         precision=choice["precision"],
-        loss={"backend": choice["loss"]},
+        loss={"backend": choice["loss"], **(loss or {})},
         activation_checkpointing=choice["activation_checkpointing"],
     )
 
@@ -113,6 +118,13 @@ class FakeWeights:
                 )
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device="cuda")
+
+
+def module_on_device(term: LossTerm) -> torch.nn.Module:
+    """Replaces `LossTerm.module`, because fake tensors can't be moved to the device later."""
+    module = module_on_host(term)
+    FakeWeights(dtype=torch.float32).fill(module, "")
+    return module
 
 
 class NoWholeScores(TorchDispatchMode):
@@ -210,6 +222,7 @@ def replacements() -> Iterator[None]:
     """Replaces missing packages and functions that don't work with fake tensors. Resets accelerate's state at exit."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
+            (LOSS_TERMS["multi_token_prediction"], "module", module_on_device),
             (pretrain.training.build, "InitialWeights", FakeWeights),
             (torch.nn.Module, "to", lambda module, *_, **__: module),
             (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
@@ -248,9 +261,13 @@ def host_arrays(
     return ids, document_layout(ids[:, :-1], 0) if document_mask else None
 
 
-def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TINY_LLAMA) -> None:
+def train_a_step(
+    choice: Mapping[str, object],
+    model: Mapping[str, object] = TINY_LLAMA,
+    loss: Mapping[str, object] | None = None,
+) -> None:
     """Runs two micro-steps and an update, as in train.py."""
-    config = settings_of(choice)
+    config = settings_of(choice, loss)
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
     register_all()  # needed for deepone
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
@@ -401,7 +418,7 @@ def attend(attention: str, precision: str, document_mask: bool, dropout: float =
             AttentionInterface()[name](module, *tensors, None, dropout, **packed)[0].sum().backward()
 
 
-def loss_body(dtype: torch.dtype, compiled: bool) -> None:
+def loss_body(dtype: torch.dtype, compiled: bool, cap: float | None) -> None:
     """Runs the chunked loss's real implementation. Other cases run the fake one."""
     matrix_products = []
 
@@ -418,7 +435,7 @@ def loss_body(dtype: torch.dtype, compiled: bool) -> None:
         hidden, weight = (torch.empty(rows, 64, device="cuda") for rows in (600, 512))
         targets = torch.empty(600, device="cuda", dtype=torch.int64)
         sums, count, of_hidden, of_weight, *_ = loss._chunked_loss._init_fn(
-            hidden, weight, None, targets, 1e-4, None, 256, dtype, compiled, [True, True, False]
+            hidden, weight, None, targets, 1e-4, cap, 256, dtype, compiled, [True, True, False]
         )
         loss._compiled_softmax_less_target_.cache_clear()
         assert {x.device.type for x in (sums, count, of_hidden, of_weight)} == {"cuda"}
@@ -515,20 +532,46 @@ RUNS = {
     "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),
     "event of the step before": awaits_the_step_before,
 }
-OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
+INDEX = functools.partial(torch.zeros, 4, dtype=torch.long, device="cuda")
+VARIES = {
+    "cumsum": lambda weight: weight.cumsum(0),
+    "cumsum of integers as fp32": lambda weight: INDEX().cumsum(0, dtype=torch.float32),
+    "histogram": lambda weight: torch.histc(weight.detach(), 4, 0, 3),
+    "median": lambda weight: weight.median(0),
+    "product of scattered values": lambda weight: weight.detach()[0].scatter_reduce_(0, INDEX(), weight[0], "prod"),
+    "put": lambda weight: weight.detach().put_(INDEX(), weight[0], accumulate=True),
+    "backward of padding": lambda weight: F.pad(weight, (1, 1), mode="reflect").sum().backward(),
+}
+"""Operations that fail on a GPU with `deterministic: true`."""
+RUNS |= {
+    "cumsum of integers": lambda weight: INDEX().cumsum(0),
+    "histogram of integers": lambda weight: torch.histc(INDEX().int(), 4, 0, 3),
+    "median of all": lambda weight: weight.median(),
+    "sum of scattered values": lambda weight: weight.detach()[0].scatter_add_(0, INDEX(), weight[0].detach()),
+    "sum of indexed values": lambda weight: weight[INDEX()].sum().backward(),
+}
+OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS, "varies": VARIES}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
 
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FIRST = {name: values[0] for name, values in CHOICES.items()}
 MODELS = {**TINY, "qwen3_moe": {**TINY_LLAMA, **MIXTURE, "head_dim": 16, "decoder_sparse_step": 1}}
+STEPS |= {name: functools.partial(train_a_step, FIRST, model) for name, model in MODELS.items()}
 STEPS |= {
-    name: functools.partial(train_a_step, {name: values[0] for name, values in CHOICES.items()}, model)
-    for name, model in MODELS.items()
+    f"{name}, {backend}": functools.partial(train_a_step, {**FIRST, "loss": backend, "optimizer": "muon"}, model, loss)
+    for backend in ("chunked", "logits")
+    for name, model, loss in (
+        ("loss term", TINY_LLAMA, {"z_loss": 1e-4, "terms": {"multi_token_prediction": {}}}),
+        ("capped logits", {**TINY_LLAMA, "model_type": "nanochat"}, {"z_loss": 1e-4}),
+        ("router losses", MODELS["qwen3_moe"], {"router_balance": 0.01, "router_z_loss": 0.001}),
+    )
 }
 
 LOSSES = {
-    f"{dtype}, compiled {compiled}": functools.partial(loss_body, dtype, compiled)
+    f"{dtype}, compiled {compiled}, cap {cap}": functools.partial(loss_body, dtype, compiled, cap)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for compiled in (True, False)
+    for cap in (None, 15.0)
 }
 
 SCORES = {
@@ -550,10 +593,7 @@ KERNELS = {
         [("fp32", masked, sizes, 0.0) for masked in (True, False) for sizes in ((64, 64), (192, 128), (256, 256))],
     ),
     "cuDNN serves head sizes up to 128": ("cudnn", [("bf16", False, sizes, 0.0) for sizes in UP_TO_128]),
-    "cuDNN serves head sizes of 192 and 128": (
-        "cudnn",
-        [("bf16", masked, (192, 128), 0.0) for masked in (True, False)],
-    ),
+    "cuDNN serves head sizes of 192 and 128": ("cudnn", [("bf16", False, (192, 128), 0.0)]),
     "cuDNN 9.20 does not serve other large head sizes": (
         "flash",
         [("bf16", False, sizes, 0.0) for sizes in ((136, 136), (192, 192), (256, 256))],
@@ -567,7 +607,7 @@ KERNELS = {
     ),
     "packed documents take varlen attention": (
         "varlen",
-        [("bf16", True, sizes, 0.0) for sizes in ((64, 64), (256, 256))],
+        [("bf16", True, sizes, 0.0) for sizes in ((64, 64), (192, 128), (256, 256))],
     ),
 }
 """{rule: (kernel, [(precision, document_mask, (query, value) head size, dropout)])}"""
