@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
@@ -279,10 +279,50 @@ def grouped_mm_in_autocast(
     """
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type):
-        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+        return grouped_experts(experts, hidden_states, top_k_index, top_k_weights)
     dtype = torch.get_autocast_dtype(device_type)
     cast = CastExperts(experts, dtype)
-    return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
+    return grouped_experts(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
+
+
+class _Rows(torch.autograd.Function):
+    """Gathers rows, x[index], where each row occurs equally often.
+
+    inverse: sorts the gathered rows by their row in x. The gradient also gathers rows, while torch would add them to
+    zeros, with atomic additions in bf16.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.rows = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].unflatten(0, (ctx.rows, -1)).sum(1), None, None
+
+
+def grouped_experts(
+    experts: nn.Module | CastExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Computes the same as transformers' grouped_mm, with less memory traffic in the backward pass."""
+    if experts._is_expert_parallel or experts.has_bias or experts.has_post_expert_norm:
+        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    sorted_ids, order = top_k_index.flatten().sort()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    sorted_ids = sorted_ids.int() if sorted_ids.is_cuda else sorted_ids.float()  # as histc requires
+    ends = torch.histc(sorted_ids, experts.num_experts, 0, experts.num_experts - 1).cumsum(0, dtype=torch.int32)
+    rows = _Rows.apply(hidden_states, order // top_k_index.shape[-1], place)
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    rows = _grouped_linear(rows, up, ends, is_transposed=experts.is_transposed)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _grouped_linear(rows, experts.down_proj, ends, is_transposed=experts.is_transposed)
+    weighted = rows * _Rows.apply(top_k_weights.flatten(), order, place)[:, None]
+    summed = _Rows.apply(weighted, place, order).unflatten(0, top_k_index.shape).sum(1)
+    return summed.to(hidden_states.dtype)
 
 
 # This replaces transformers' own function for all MoE models.

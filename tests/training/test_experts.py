@@ -335,8 +335,8 @@ def test_experts_compute_in_the_precision_of_the_run(monkeypatch):
         seen.append((experts.gate_up_proj.dtype, experts.down_proj.dtype, hidden_states.dtype))
         return original(experts, hidden_states, *arguments)
 
-    original = routers_module.grouped_mm_experts_forward
-    monkeypatch.setattr(routers_module, "grouped_mm_experts_forward", spied)
+    original = routers_module.grouped_experts
+    monkeypatch.setattr(routers_module, "grouped_experts", spied)
     model = tiny_model("mixtral")
     exact = model(*batch()[:1]).logits
     with torch.autocast("cpu", torch.bfloat16):
@@ -345,6 +345,25 @@ def test_experts_compute_in_the_precision_of_the_run(monkeypatch):
     assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
     rounded.float().mean().backward()
     assert model.model.layers[0].mlp.experts.gate_up_proj.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_compute_the_same_as_those_of_transformers(name):
+    """gpt_oss has biases, so it runs transformers' own function."""
+    found = []
+    for function in (routers_module.grouped_experts, routers_module.grouped_mm_experts_forward):
+        model = tiny_model(name)
+        experts = next(module for module in model.modules() if hasattr(module, "down_proj"))
+        torch.manual_seed(0)
+        hidden = torch.randn(64, COMMON["hidden_size"], requires_grad=True)
+        weights, chosen = torch.rand(64, 8).softmax(-1).requires_grad_().topk(2)
+        weights.retain_grad()
+        out = function(experts, hidden, chosen, weights)
+        out.square().mean().backward()
+        found.append((out, experts.gate_up_proj.grad, experts.down_proj.grad, weights.grad, hidden.grad))
+    *exact, hidden_grads = zip(*found, strict=True)
+    assert all(torch.equal(own, theirs) for own, theirs in exact)
+    torch.testing.assert_close(*hidden_grads)
 
 
 def test_a_recipes_coefficient_overrides_the_models():
