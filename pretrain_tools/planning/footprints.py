@@ -217,7 +217,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     whole = 0.0
     if layout.pp > 1 or shards == 1:
         whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
-    gradients = states
+    # Before the root's gradients are reduced, only accumulated ones exist.
+    gradients = states if work.accumulates else max(0.0, states - work.parameter_bytes * root / shards)
     if layout.pp > 1:
         resident, at_loss = (
             FP32 * (elements if work.accumulates or act[f"gradients {moment}"] else sizes.layer)
@@ -265,6 +266,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
         kept = sum(n * (before + layers * per_layer) + late * layers * per_waiting_layer for n, late, layers in parts)
         return kept + (moment.counts[-1] * (act.outside(work.sequences) - before) if place.is_last else 0.0)
 
+    in_backward = act.backward if place.is_last else act.in_layer
     found = list(place.moments(settings.schedule, work.layout.pp, microbatches))
     largest = max(found, key=lambda moment: (kept_at(moment), moment.has_gradients))
     at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
@@ -274,7 +276,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
     return {
         "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
-        "backward": kept_at(largest) + act.backward(work.sequences) + work.traveling,
+        "backward": kept_at(largest) + in_backward(work.sequences) + work.traveling,
         "traveling": hidden * traveling,
         "gradients at the loss": at_loss.has_gradients,
         "gradients backward": largest.has_gradients,
