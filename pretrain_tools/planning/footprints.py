@@ -210,10 +210,13 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         }
     else:
         act = activations_of_stages(work, place)
-    # Each layer is gathered into a flat tensor and copied out, while the next one is prefetched. Its gradients are
-    # copied into a flat fp32 tensor, while the previous layer's are still being reduced.
-    gathered = 3 * gathered_layer
-    reduced = layer + 2 * FP32 * sizes.layer
+    # In the backward pass, a layer is prefetched into a flat tensor while the previous one is in use. The previous one's
+    # gradients are reduced from a flat fp32 tensor. By then, its activations are free.
+    gathered = 2 * gathered_layer
+    flat = FP32 * sizes.layer * (1 + 1 / shards)
+    own = 0.0 if work.run.config.compile != "none" else layer  # compiled layers' activations include their gradients
+    freed = (act["backward"] - act["first layer"]) / (layers - 1) if place is None and layers > 1 else flat
+    reduced = own + max(0.0, flat - freed)
     whole = 0.0
     if layout.pp > 1 or shards == 1:
         whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
@@ -234,8 +237,9 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
     if place is None:
-        moments["first layer"] = (gradients, act["first layer"], outside + gathered + reduced)
-        in_embedding = outside + compute * sizes.embedding + FP32 * root + layer
+        moments["first layer"] = (gradients, act["first layer"], outside + max(gathered_layer, whole) + own + flat)
+        reduction = FP32 * root + (FP32 * root / shards if shards > 1 else outside)
+        in_embedding = compute * sizes.embedding + max(outside + flat, reduction)
         moments["embedding"] = (gradients, act["embedding"], in_embedding)
     elif not place.is_last:
         del moments["loss"]
