@@ -52,7 +52,7 @@ class Activations:
     """Additional memory during the backward pass of the final norm and the last layer, including the gradient of the
     hidden states."""
     in_layer: Line
-    """Additional memory during a layer's backward pass without the final norm, including the gradient of its output."""
+    """Additional memory during a layer's backward pass, without the final norm's but with the output's gradient."""
     hidden: Line
     """Size of the last hidden states."""
     recomputed: float = 0.0

@@ -210,8 +210,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         }
     else:
         act = activations_of_stages(work, place)
-    # In the backward pass, a layer is prefetched into a flat tensor while the previous one is in use. The previous one's
-    # gradients are reduced from a flat fp32 tensor. By then, its activations are free.
+    # In the backward pass, the next layer is prefetched into a flat tensor. The gradients of the layer before are
+    # reduced from a flat fp32 tensor. By then, that layer's activations are free.
     gathered = 2 * gathered_layer
     flat = FP32 * sizes.layer * (1 + 1 / shards)
     own = 0.0 if work.run.config.compile != "none" else layer  # compiled layers' activations include their gradients

@@ -215,6 +215,28 @@ FURTHER = [
     ),
     *(with_activations(stage, micro_steps) for stage in ZERO_STAGES for micro_steps in (1, 2)),
     *(on_nvme(micro_steps) for micro_steps in (1, 2) if NVME),
+    *(
+        MemorySetup(strategy, model, sequences=4 if strategy == "pp" else 2, layers=4, size=size)
+        for model in ("llama_1b", "qwen3_0.6b")
+        for strategy, size in (("single", None), ("tp", 4), ("cp", 4), ("fsdp_tp", None), ("hsdp", None), ("pp", 2))
+    ),
+    *(MemorySetup(strategy, "llama_1b", False, 2, sequences=2, layers=4, size=4) for strategy in ("tp", "cp")),
+    MemorySetup("mesh", "llama_1b", sequences=4, layers=4, mesh=Sizes(pp=2, dp_shard=2, tp=2)),
+    MemorySetup("mesh", "llama_1b", sequences=2, layers=4, mesh=Sizes(dp_shard=2, cp=2, tp=2)),
+    *(
+        MemorySetup("mesh", "llama_125m", False, 2, layers=4 if mesh.pp > 1 else 3, mesh=mesh)
+        for mesh in (
+            Sizes(dp_shard=4, cp=2),
+            Sizes(dp_replicate=2, tp=4),
+            Sizes(dp_shard=2, cp=2, tp=2),
+            Sizes(pp=2, tp=4),
+            Sizes(pp=2, dp_shard=4),
+        )
+    ),
+    MemorySetup("mesh", "qwen3_moe_500m", False, layers=2, mesh=Sizes(dp_shard=8, ep=4)),
+    MemorySetup("mesh", "qwen3_moe_500m", False, 2, layers=2, mesh=Sizes(dp_shard=4, tp=2, ep=4)),
+    MemorySetup("hsdp", "llama_125m", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
+    MemorySetup("pp", "llama_125m", layers=4, size=2, checkpointing=MemoryBudget(memory_budget=0.4)),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
