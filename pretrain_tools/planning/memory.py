@@ -128,6 +128,8 @@ class Work:
     def forward_pass(self) -> ForwardPass:
         call = self.run.forward_pass
         has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
+        if has_budget and self.layout.ep > 1:  # a budget doesn't reach experts outside the compiled layer
+            return replace(call, activation_checkpointing="none")
         return replace(call, sequences=self.sequences) if has_budget else call
 
     @property
