@@ -50,7 +50,10 @@ class Activations:
     per_layer: Line
     """Bytes that each layer saves for its backward pass."""
     backward: Line
-    """Additional memory during the last layer's backward pass, including the gradient of the hidden states."""
+    """Additional memory during the backward pass of the final norm and the last layer, including the gradient of the
+    hidden states."""
+    in_layer: Line
+    """Additional memory during a layer's backward pass, without the final norm's but with the output's gradient."""
     hidden: Line
     """Size of the last hidden states."""
     recomputed: float = 0.0
@@ -239,7 +242,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
         if is_linear and length > TRACED_LENGTH:
             short = _trace(keyed, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
-            lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
+            lines = (short.outside, short.before, short.per_layer, short.backward, short.in_layer, short.hidden)
             return Activations(*(Line([line(0), longer * (line(1) - line(0))]) for line in lines))
     counts = (call.sequences,) if call.sequences else (1, 2)
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
@@ -256,6 +259,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
     backward = line("peak", 1) - line("kept", 1)
+    in_layer = line("peak in layer", 1) - line("before", 1) - per_layer
     hidden = line("hidden", 1)
     if call.compiled:
         kept = line("graph keeps", 1)
@@ -265,8 +269,9 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             backward = backward + kept
         else:
             per_layer = kept
+        in_layer = backward
     recomputed = measured[1, counts[0]].get("recomputed", 0.0)
-    return Activations(outside, line("before", 1), per_layer, backward, hidden, recomputed)
+    return Activations(outside, line("before", 1), per_layer, backward, in_layer, hidden, recomputed)
 
 
 def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
@@ -290,6 +295,16 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             live.add(inputs["inputs_embeds"])
             before = []
             layers_of(model)[0].register_forward_pre_hook(lambda *_: before.append(live.now - resident))
+            ends: list[int] = []  # peaks of the final norm's backward pass
+
+            def end_norm(*_):
+                ends.append(live.peak)
+                live.peak = live.now
+
+            def watch(_layer, _args, output):
+                (output if isinstance(output, Tensor) else output[0]).register_hook(end_norm)
+
+            layers_of(model)[-1].register_forward_hook(watch)
             hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
@@ -299,7 +314,15 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             kept = live.now - size  # without the gradient allocated by the loss
             live.peak = live.now
             loss.backward()
-            return {"kept": kept - resident, "before": before[0], "peak": live.peak - resident, "hidden": size}
+            in_layer = live.peak - resident
+            peak = max([in_layer, *(peak - resident for peak in ends)])
+            return {
+                "kept": kept - resident,
+                "before": before[0],
+                "peak": peak,
+                "peak in layer": in_layer,
+                "hidden": size,
+            }
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:

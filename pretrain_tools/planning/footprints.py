@@ -210,14 +210,18 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         }
     else:
         act = activations_of_stages(work, place)
-    # Each layer is gathered into a flat tensor and copied out, while the next one is prefetched. Its gradients are
-    # copied into a flat fp32 tensor, while the previous layer's are still being reduced.
-    gathered = 3 * gathered_layer
-    reduced = layer + 2 * FP32 * sizes.layer
+    # In the backward pass, the next layer is prefetched into a flat tensor. The gradients of the layer before are
+    # reduced from a flat fp32 tensor. By then, that layer's activations are free.
+    gathered = 2 * gathered_layer
+    flat = FP32 * sizes.layer * (1 + 1 / shards)
+    own = 0.0 if work.run.config.compile != "none" else layer  # compiled layers' activations include their gradients
+    freed = (act["backward"] - act["first layer"]) / (layers - 1) if place is None and layers > 1 else flat
+    reduced = own + max(0.0, flat - freed)
     whole = 0.0
     if layout.pp > 1 or shards == 1:
         whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
-    gradients = states
+    # Before the root's gradients are reduced, only accumulated ones exist.
+    gradients = states if work.accumulates else max(0.0, states - work.parameter_bytes * root / shards)
     if layout.pp > 1:
         resident, at_loss = (
             FP32 * (elements if work.accumulates or act[f"gradients {moment}"] else sizes.layer)
@@ -233,8 +237,9 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
     if place is None:
-        moments["first layer"] = (gradients, act["first layer"], outside + gathered + reduced)
-        in_embedding = outside + compute * sizes.embedding + FP32 * root + layer
+        moments["first layer"] = (gradients, act["first layer"], outside + max(gathered_layer, whole) + own + flat)
+        reduction = FP32 * root + (FP32 * root / shards if shards > 1 else outside)
+        in_embedding = compute * sizes.embedding + max(outside + flat, reduction)
         moments["embedding"] = (gradients, act["embedding"], in_embedding)
     elif not place.is_last:
         del moments["loss"]
@@ -265,6 +270,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
         kept = sum(n * (before + layers * per_layer) + late * layers * per_waiting_layer for n, late, layers in parts)
         return kept + (moment.counts[-1] * (act.outside(work.sequences) - before) if place.is_last else 0.0)
 
+    in_backward = act.backward if place.is_last else act.in_layer
     found = list(place.moments(settings.schedule, work.layout.pp, microbatches))
     largest = max(found, key=lambda moment: (kept_at(moment), moment.has_gradients))
     at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
@@ -274,7 +280,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
     return {
         "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
-        "backward": kept_at(largest) + act.backward(work.sequences) + work.traveling,
+        "backward": kept_at(largest) + in_backward(work.sequences) + work.traveling,
         "traveling": hidden * traveling,
         "gradients at the loss": at_loss.has_gradients,
         "gradients backward": largest.has_gradients,

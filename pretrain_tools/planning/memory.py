@@ -19,7 +19,7 @@ from pretrain.model.build import KeyedConfig, build_meta_model, library_attentio
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
-from pretrain.model.routers import experts_per_token, routers_of
+from pretrain.model.routers import TOP_K, experts_per_token, routers_of
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
@@ -128,6 +128,8 @@ class Work:
     def forward_pass(self) -> ForwardPass:
         call = self.run.forward_pass
         has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
+        if has_budget and self.layout.ep > 1:  # a budget doesn't reach experts outside the compiled layer
+            return replace(call, activation_checkpointing="none")
         return replace(call, sequences=self.sequences) if has_budget else call
 
     @property
@@ -448,7 +450,11 @@ class PlannedRun:
 
 
 def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
-    """Returns the model config of a tensor-parallel rank, with its share of the heads and intermediate width."""
+    """Returns the model config of a tensor-parallel rank, with its share of the heads and intermediate width.
+
+    With ep, a tp rank sends its share of the tokens to experts. Its config has fewer experts per token instead, for
+    the same number of rows.
+    """
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -457,6 +463,8 @@ def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
         names.append("intermediate_size")
     if splits_experts:
         names.append("moe_intermediate_size")
+    else:
+        names += TOP_K
     for name in names:
         if getattr(part, name, None):
             setattr(part, name, max(1, getattr(part, name) // shares))

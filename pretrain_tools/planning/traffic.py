@@ -153,7 +153,7 @@ def mesh_flows(step: Step) -> list[Flow]:
     of_experts = step.flow("fsdp", "efsdp", gathers=gathered + FP32 * experts * step.reductions)
     own = (dense + root) / layout.sizes.fsdp + experts / layout.sizes.efsdp
     exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
-    rows = 2 * work.compute * hidden / layout.tp * sizes.choices * sizes.routers / layout.pp
+    rows = 2 * work.compute * hidden / layout.tp * work.whole.choices * sizes.routers / layout.pp
     return [
         Flow(
             "fsdp",

@@ -147,7 +147,7 @@ def test_a_plan_predicts_the_memory(outcomes, name, tmp_path):
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
     assert 0.95 * peak < planned
-    assert planned < 1.45 * peak or sizes.pp > 1, (
+    assert planned < (1.2 if name.startswith("llama") else 1.45) * peak or sizes.pp > 1, (
         "for pipelines, the plan is for the first stage and the measurement for the last"
     )
 

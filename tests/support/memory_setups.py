@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.config import MemoryBudget
-from pretrain.mesh_sizes import variable
+from pretrain.mesh_sizes import DIMENSIONS, Sizes, variable
 from pretrain.parallel.zero import missing_for_nvme
 from pretrain_tools.planning.layouts import Layout, layout
 from support.project import ROOT
@@ -35,6 +35,8 @@ class MemorySetup:
     """Size of the strategy's mesh dimension; None: the default in its accelerate config."""
     offloads: bool = False
     """Keep the sharded states in CPU memory (`fsdp_offload_params`)."""
+    mesh: Sizes | None = None
+    """Sizes of the dimensions of the strategy `mesh`."""
     vocabulary: int | None = None
     """Number of token IDs; None: the model's default."""
     buckets: tuple[tuple[str, int], ...] = ()
@@ -42,7 +44,8 @@ class MemorySetup:
 
     @property
     def name(self) -> str:
-        words = [self.strategy, self.model, *(["compiled"] if self.compiled else [])]
+        mesh = [f"{name}{size}" for name, size in self.mesh.named().items()] if self.mesh else []
+        words = [" ".join([self.strategy, *mesh]), self.model, *(["compiled"] if self.compiled else [])]
         words += [f"{self.micro_steps} micro-steps"] if self.micro_steps > 1 else []
         words += [f"recomputed {self.checkpointing}"] if self.checkpointing != "none" else []
         words += [value for _, value in self.settings]
@@ -60,8 +63,8 @@ class MemorySetup:
     @property
     def looked_at(self) -> list[int]:
         """Returns the ranks to measure; for pipelines, one per stage."""
-        if self.strategy == "pp":
-            return list(range(0, RANKS, RANKS // (self.size or RANKS)))
+        if self.layout.pp > 1:
+            return list(range(0, RANKS, RANKS // self.layout.pp))
         # ZeRO-1 and 2 reduce the last rank's gradients first, so this rank needs the most memory.
         return [RANKS - 1] if self.strategy.startswith("zero") else [0]
 
@@ -71,7 +74,7 @@ class MemorySetup:
         values[name] = self.layers or values[name]
         values["vocab_size"] = self.vocabulary or values["vocab_size"]
         # Fake tensors can't determine which ranks share a tied matrix.
-        return values | ({"tie_word_embeddings": False} if self.strategy == "pp" else {})
+        return values | ({"tie_word_embeddings": False} if self.layout.pp > 1 else {})
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
@@ -87,7 +90,7 @@ class MemorySetup:
 
     @property
     def layout(self) -> Layout:
-        given = layout(self.strategy, self.ranks, size=self.size)
+        given = Layout.of(self.mesh) if self.mesh else layout(self.strategy, self.ranks, size=self.size)
         return replace(given, offloads=self.offloads, zero=given.zero and given.zero | dict(self.buckets))
 
     def launch(self, rank: int) -> Launch:
@@ -97,6 +100,7 @@ class MemorySetup:
             rank,
             (
                 *(((variable(self.strategy), str(self.size)),) if self.size else ()),
+                *((variable(name), str(getattr(self.mesh, name))) for name in DIMENSIONS if self.mesh),
                 ("FSDP_OFFLOAD_PARAMS", str(self.offloads).lower()),
             ),
             layers=values.get("num_hidden_layers") or values["n_layer"],
@@ -211,6 +215,28 @@ FURTHER = [
     ),
     *(with_activations(stage, micro_steps) for stage in ZERO_STAGES for micro_steps in (1, 2)),
     *(on_nvme(micro_steps) for micro_steps in (1, 2) if NVME),
+    *(
+        MemorySetup(strategy, model, sequences=4 if strategy == "pp" else 2, layers=4, size=size)
+        for model in ("llama_1b", "qwen3_0.6b")
+        for strategy, size in (("single", None), ("tp", 4), ("cp", 4), ("fsdp_tp", None), ("hsdp", None), ("pp", 2))
+    ),
+    *(MemorySetup(strategy, "llama_1b", False, 2, sequences=2, layers=4, size=4) for strategy in ("tp", "cp")),
+    MemorySetup("mesh", "llama_1b", sequences=4, layers=4, mesh=Sizes(pp=2, dp_shard=2, tp=2)),
+    MemorySetup("mesh", "llama_1b", sequences=2, layers=4, mesh=Sizes(dp_shard=2, cp=2, tp=2)),
+    *(
+        MemorySetup("mesh", "llama_125m", False, 2, layers=4 if mesh.pp > 1 else 3, mesh=mesh)
+        for mesh in (
+            Sizes(dp_shard=4, cp=2),
+            Sizes(dp_replicate=2, tp=4),
+            Sizes(dp_shard=2, cp=2, tp=2),
+            Sizes(pp=2, tp=4),
+            Sizes(pp=2, dp_shard=4),
+        )
+    ),
+    MemorySetup("mesh", "qwen3_moe_500m", False, layers=2, mesh=Sizes(dp_shard=8, ep=4)),
+    MemorySetup("mesh", "qwen3_moe_500m", False, 2, layers=2, mesh=Sizes(dp_shard=4, tp=2, ep=4)),
+    MemorySetup("hsdp", "llama_125m", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
+    MemorySetup("pp", "llama_125m", layers=4, size=2, checkpointing=MemoryBudget(memory_budget=0.4)),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
