@@ -308,7 +308,8 @@ def grouped_experts(
     experts: nn.Module | CastExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Computes the same as transformers' grouped_mm, with less memory traffic in the backward pass."""
-    if experts._is_expert_parallel or experts.has_bias or experts.has_post_expert_norm:
+    # Older versions of transformers don't have the first and the last attribute.
+    if any(getattr(experts, name, False) for name in ("_is_expert_parallel", "has_bias", "has_post_expert_norm")):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     sorted_ids, order = top_k_index.flatten().sort()
     place = torch.empty_like(order)
@@ -316,6 +317,7 @@ def grouped_experts(
     sorted_ids = sorted_ids.int() if sorted_ids.is_cuda else sorted_ids.float()  # as histc requires
     ends = torch.histc(sorted_ids, experts.num_experts, 0, experts.num_experts - 1).cumsum(0, dtype=torch.int32)
     rows = _Rows.apply(hidden_states, order // top_k_index.shape[-1], place)
+    # transformers has no public function that multiplies each expert's rows with its weights.
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     rows = _grouped_linear(rows, up, ends, is_transposed=experts.is_transposed)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)

@@ -258,8 +258,9 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     record = read_json(run / "strategy.json")
     trained = named(Sizes(**record.get("mesh", {}))) if sizes_called(name) else record.get("strategy")
     ranks = record.get("ranks")
+    recorded = name.removesuffix("_nvme").removesuffix("_offload")  # runs don't record where DeepSpeed offloads to
     # With one process, the run always records `single`.
-    if processes == 1 or (trained, ranks) == (name, processes):
+    if processes == 1 or (trained, ranks) == (recorded, processes):
         return None
     return f"{run}: trained with {trained} on {ranks} processes instead of {name} on {processes}"
 

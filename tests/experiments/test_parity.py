@@ -316,3 +316,10 @@ def test_a_run_under_the_wrong_strategy_fails(strategy, ranks, tmp_path, monkeyp
     assert parity.train_under("fsdp2", 2, tmp_path / "recipe.yaml", run, []) == StrategyOutcome(None)
     said = f"{run}: trained with {strategy} on {ranks} processes instead of fsdp2 on 2\n"
     assert capsys.readouterr().err == (tmp_path / "fsdp2.log").read_text() == said
+
+
+@pytest.mark.parametrize("name", ["zero3_offload", "zero3_offload_nvme"])
+def test_runs_record_the_stage_of_zero_but_not_where_it_offloads_to(name, tmp_path):
+    (tmp_path / "strategy.json").write_text(json.dumps({"strategy": "zero3", "ranks": 2}))
+    assert parity.mistaken_launch(tmp_path, name, 2) is None
+    assert "instead of zero2 on 2" in parity.mistaken_launch(tmp_path, "zero2", 2)

@@ -316,7 +316,7 @@ def test_only_moe_layers_synchronize_once_per_layer(outcomes, launch):
     assert waits == {"micro-step": layers, "last micro-step": layers, "update": 0, "validation": layers}
 
 
-@pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4"])
+@pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4", "tp", "ep", "zero1", "zero2", "zero3"])
 def test_sharded_layers_output_bf16(outcomes, launch):
     """Only norms may run in fp32; the head's matmul must be in bf16."""
     seen = outcomes[launch].result["micro-step"]
