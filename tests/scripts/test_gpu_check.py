@@ -178,6 +178,26 @@ def test_the_whole_command_trains_on_a_cpu(tmp_path):
     assert done.stdout.splitlines()[-1] == "passed: 6 passed, 1 not run"
 
 
+NOT_ON_A_CPU = (
+    "does not run on cpu",
+    "has no backward pass on cpu",
+    "needs a GPU with fp8 tensor cores",
+    "needs 4 GPUs",
+    "needs libaio",
+)
+
+
+@pytest.mark.skipif(os.environ.get("STRATEGIES") != "all", reason="a quarter of an hour; in make test-strategies")
+def test_all_checks_pass_on_a_cpu(tmp_path):
+    """A check may only be left out for a reason in NOT_ON_A_CPU."""
+    command = ["bench/gpu_check.py", "--device", "cpu", "--output", tmp_path]
+    done = run_script(*command, check=False, fresh=True, timeout=7200, CUDA_VISIBLE_DEVICES="")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[-1].startswith("passed: "), done.stdout + done.stderr
+    left_out = [line for line in lines if line.startswith("not run: ")]
+    assert [line for line in left_out if not any(reason in line for reason in NOT_ON_A_CPU)] == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_without_a_gpu_it_says_so():
     ended = run_script("bench/gpu_check.py", check=False)
