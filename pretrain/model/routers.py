@@ -317,8 +317,8 @@ def grouped_experts(
     sorted_ids = sorted_ids.int() if sorted_ids.is_cuda else sorted_ids.float()  # as histc requires
     ends = torch.histc(sorted_ids, experts.num_experts, 0, experts.num_experts - 1).cumsum(0, dtype=torch.int32)
     rows = _Rows.apply(hidden_states, order // top_k_index.shape[-1], place)
-    # transformers has no public function that multiplies each expert's rows with its weights.
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    # transformers has no public function that multiplies each expert's rows with its weights.
     rows = _grouped_linear(rows, up, ends, is_transposed=experts.is_transposed)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _grouped_linear(rows, experts.down_proj, ends, is_transposed=experts.is_transposed)

@@ -79,7 +79,7 @@ def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
 
 
 def test_narrower_values_are_padded_for_documents():
-    """Without documents, values are kept as a slice of a matmul's output, which also contains keys."""
+    """Without documents, attention saves a view of a matmul's output, which keeps the keys in memory as well."""
     latent = load_model_config("model_configs/deepseek_v3_4m.json")
     calls = [ForwardPass(WindowSpec(64, documents), torch.bfloat16, autocast=False) for documents in (True, False)]
     packed, undivided = (trace_activations(latent, call).per_layer(1) for call in calls)
