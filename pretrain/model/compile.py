@@ -1,15 +1,19 @@
 """Compiles a model's layers and enables activation checkpointing, in place and without renaming parameters."""
 
+import functools
 import importlib.util
 import math
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,7 +23,7 @@ from pretrain.hardware import tag_compiled_code
 from pretrain.model.bf16_cpu_attention import cxx_compiler
 
 
-def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
+def layers_of(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """Returns the model's transformer blocks in order, according to transformers' `_no_split_modules`."""
     # Private, but the only list of block classes in transformers. accelerate also uses it.
     names = set(causal_lm._no_split_modules or ())
@@ -53,7 +57,7 @@ def choose_compile(
 
 
 def compile_model(
-    model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1, memory_budget: float = 1.0
+    model: nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1, memory_budget: float = 1.0
 ) -> None:
     """Compiles the model in place. Shapes are static, so a batch with a new shape causes a recompilation.
 
@@ -90,8 +94,22 @@ def compile_model(
         for layer in layers_of(causal_lm):
             # layer.compile() would trace FSDP's and DeepSpeed's hooks, which causes graph breaks.
             layer.forward = torch.compile(layer.forward, dynamic=False)
+            if getattr(layer, "gradient_checkpointing", False) and any(map(runs_uncompiled, layer.modules())):
+                # Dynamo can't split a checkpointed function, so it would leave the whole layer uncompiled.
+                layer.gradient_checkpointing = False
+                layer.forward = functools.partial(recompute, layer, layer.forward)
     elif mode == "full":
         model.compile(dynamic=False)
+
+
+def runs_uncompiled(module: nn.Module) -> bool:
+    """Returns True if the module's forward pass is excluded with torch.compiler.disable."""
+    return getattr(module.forward, "_torchdynamo_disable", False)  # torch has no public function for this
+
+
+def recompute(layer: nn.Module, forward: Callable, *args, **kwargs) -> Any:
+    """Calls `forward`, and again in the backward pass if the layer is in training mode."""
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs) if layer.training else forward(*args, **kwargs)
 
 
 def compiler_problems(requested: str, device_type: str) -> list[str]:
@@ -178,4 +196,9 @@ def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | Memor
     if mode == "full":
         return
     for index, layer in enumerate(layers_of(causal_lm)):
-        layer.gradient_checkpointing = math.ceil((index + 1) * mode) > math.ceil(index * mode)
+        layer.gradient_checkpointing = is_recomputed(index, mode)
+
+
+def is_recomputed(layer: int, share: float) -> bool:
+    """Returns True if activation checkpointing with this share of the layers recomputes a layer."""
+    return math.ceil((layer + 1) * share) > math.ceil(layer * share)

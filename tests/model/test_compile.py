@@ -18,6 +18,7 @@ from pretrain.config import MemoryBudget
 from pretrain.errors import InputError
 from pretrain.model import loss
 from pretrain.model.compile import (
+    checkpoint_activations,
     checkpointing_problems,
     choose_compile,
     compile_model,
@@ -264,6 +265,29 @@ def test_a_memory_budget_keeps_less_and_computes_the_same(monkeypatch):
     assert functorch_config.activation_memory_budget == 1.0, "the budget must be reset for the next model"
     torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-6)
     assert kept < 0.7 * all_kept, (kept, all_kept)
+
+
+def test_layers_with_an_uncompiled_part_are_compiled_and_recomputed(monkeypatch):
+    """Dynamo doesn't compile checkpointed functions with graph breaks, such as experts of other processes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.manual_seed(0)
+    model = tiny_gpt2(layers=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ids = torch.randint(0, 64, (2, 16))
+    expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, list(model.parameters()))
+    calls = []
+    for block in model.transformer.h:
+        block.mlp.register_forward_pre_hook(torch.compiler.disable(lambda mlp, _: calls.append(mlp.training)))
+        block.mlp.forward = torch.compiler.disable(block.mlp.forward)
+    checkpoint_activations(model, "full")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_model(model, model, "regional")
+    gradients = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, list(model.parameters()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "attention and the rest of the layer"
+    torch.testing.assert_close(gradients, expected)
+    assert len(calls) == 2 * 2, "forward and recomputed"
+    model.eval()(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 3 * 2, "validation doesn't recompute"
 
 
 @pytest.mark.parametrize("compile_mode", ["none", "full"])
