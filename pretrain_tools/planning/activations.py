@@ -26,6 +26,7 @@ from torch._functorch import config as functorch_config
 
 # Private, but torch's own memory profilers use them too.
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -34,9 +35,11 @@ from transformers.integrations import moe
 
 from pretrain.config import MemoryBudget, WindowSpec
 from pretrain.model.attention import with_rows
-from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
-from pretrain.model.compile import checkpoint_activations, layers_of
+from pretrain.model.build import KeyedConfig, attention_width, build_meta_model, shared_meta_model
+from pretrain.model.compile import checkpoint_activations, is_recomputed, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
+from pretrain.model.routers import routers_of
+from pretrain.parallel.expert_parallel import expert_modules
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Activations:
     hidden states."""
     in_layer: Line
     """Additional memory during a layer's backward pass, without the final norm's but with the output's gradient."""
+    first: Line
+    """Bytes that the first layer saves or recomputes, plus the additional memory during its backward pass."""
     hidden: Line
     """Size of the last hidden states."""
     recomputed: float = 0.0
@@ -210,6 +215,10 @@ class ForwardPass:
     """Names of the mixer classes that process each document as a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
+    has_experts: bool = True
+    """False to trace an MoE model's layers without experts."""
+    experts_apart: bool = False
+    """True if experts run outside the compiled layer, as with ep."""
     sequences: int | None = None
     """Micro-batch size, set only with a memory budget, because memory is then nonlinear in the micro-batch size."""
 
@@ -218,7 +227,21 @@ def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
     """Traces one process's activations. Results are cached per model config and call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return _trace(KeyedConfig.of(model_config), call)
+        keyed = KeyedConfig.of(model_config)
+        found = _trace(keyed, call)
+        share = _share_without_experts(model_config)
+        if not share:
+            return found
+        dense = _trace(keyed, replace(call, has_experts=False))
+        return replace(found, per_layer=share * dense.per_layer + (1 - share) * found.per_layer)
+
+
+def _share_without_experts(model_config: Any) -> float:
+    """Returns the fraction of an MoE model's layers that have no experts; 0 for a dense model."""
+    model = shared_meta_model(model_config)
+    routers = {router.module for router in routers_of(model)}
+    layers = layers_of(model)
+    return sum(routers.isdisjoint(layer.modules()) for layer in layers) / len(layers) if routers else 0.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,7 +249,8 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     share = call.activation_checkpointing
     if isinstance(share, float):
         none, full = (_trace(keyed, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
-        return replace(full, per_layer=full.per_layer * share + none.per_layer * (1 - share))
+        last = full if is_recomputed(keyed.config.num_hidden_layers - 1, share) else none
+        return replace(last, per_layer=full.per_layer * share + none.per_layer * (1 - share), first=full.first)
     model_config = keyed.config
     has_kinds = call.mixers and not _follow_layers(model_config)
     kinds = list(getattr(model_config, "layer_types", None) or []) if has_kinds else []
@@ -242,8 +266,10 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
         if is_linear and length > TRACED_LENGTH:
             short = _trace(keyed, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
-            lines = (short.outside, short.before, short.per_layer, short.backward, short.in_layer, short.hidden)
-            return Activations(*(Line([line(0), longer * (line(1) - line(0))]) for line in lines))
+            lines = (short.outside, short.before, short.per_layer, short.backward, short.in_layer)
+            return Activations(
+                *(Line([line(0), longer * (line(1) - line(0))]) for line in (*lines, short.first, short.hidden))
+            )
     counts = (call.sequences,) if call.sequences else (1, 2)
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
     if call.compiled:
@@ -271,7 +297,8 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             per_layer = kept
         in_layer = backward
     recomputed = measured[1, counts[0]].get("recomputed", 0.0)
-    return Activations(outside, line("before", 1), per_layer, backward, in_layer, hidden, recomputed)
+    first = per_layer + backward
+    return Activations(outside, line("before", 1), per_layer, backward, in_layer, first, hidden, recomputed)
 
 
 def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
@@ -282,7 +309,7 @@ def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
     """Measures memory after the forward pass and at the peak of the backward pass, excluding weights and gradients."""
-    model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
+    model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers), call.has_experts)
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
         for parameter in model.parameters():
@@ -359,15 +386,16 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = can_use
 
 
-def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """Builds the model with this many layers on the meta device. In an MoE model, every layer gets experts."""
+def _meta_model(model_config: Any, layers: int, attention: str, has_experts: bool) -> PreTrainedModel:
+    """Builds the model with this many layers on the meta device. In an MoE model, all layers have experts, or none."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
         if getattr(config, name, None) is not None:
-            setattr(config, name, value)
+            in_none = list(range(layers)) if isinstance(value, list) else layers + 1
+            setattr(config, name, value if has_experts else in_none)
     if getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = ["sparse"] * layers
+        config.mlp_layer_types = ["sparse" if has_experts else "dense"] * layers
     if getattr(config, "layer_types", None) and not _follow_layers(config):
         config.layer_types = (config.layer_types * layers)[:layers]
     return build_meta_model(config, attention=attention)
@@ -406,20 +434,50 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dic
     graph peak: additional memory at the peak of the backward graph.
     recomputed: see `Activations`.
     """
-    model = _meta_model(model_config, 1, call.attention)
-    torch.compiler.reset()
-    graphs: dict[str, float] = {}
-    budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
-    with _fake_tensors(model, call.weights), functorch_config.patch(activation_memory_budget=budget):
-        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
-        for layer in layers_of(model):
-            layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
-        hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
-        _GradientOfHidden.apply(hidden).backward()
-    torch.compiler.reset()
+    graphs = _run_compiled(model_config, 1, sequences, call)
+    if call.experts_apart:
+        # The backward peak of experts outside the graphs is that of a whole layer without a memory budget.
+        in_parts, two = graphs, _run_compiled(model_config, 2, sequences, call)
+        graphs = _run_compiled(
+            model_config, 1, sequences, replace(call, activation_checkpointing="none", experts_apart=False)
+        )
+        graphs["graph keeps"] = two["saved"] - in_parts["saved"]
+        graphs["backward FLOPs"] += in_parts["backward FLOPs"] - 2 * in_parts["forward FLOPs"]
     if "backward FLOPs" in graphs:
         forward = graphs["forward FLOPs"]
         graphs["recomputed"] = max(0.0, graphs["backward FLOPs"] / forward - 2)
+    return graphs
+
+
+def _run_compiled(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, float]:
+    """Trains compiled layers once and returns the sizes of their graphs, including:
+
+    saved: bytes of all tensors saved for backward, in graphs and outside, without weights.
+    """
+    model = _meta_model(model_config, layers, call.attention, call.has_experts)
+    torch.compiler.reset()
+    graphs: dict[str, float] = {}
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
+    with _fake_tensors(model, call.weights), functorch_config.patch(activation_memory_budget=budget):
+        weights = [weight.untyped_storage()._cdata for weight in model.parameters()]
+        if call.experts_apart:
+            for experts in expert_modules(model).values():
+                experts.forward = torch.compiler.disable(experts.forward)
+        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
+        for layer in layers_of(model):
+            layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
+        with saved_tensors_hooks(save, lambda tensor: tensor) if call.experts_apart else contextlib.nullcontext():
+            hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
+        graphs["saved"] = sum(size for storage, size in saved.items() if storage not in weights)
+        _GradientOfHidden.apply(hidden).backward()
+    torch.compiler.reset()
     return graphs
 
 
@@ -445,12 +503,12 @@ def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -
             if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
                 saved.update(_storage_of(node))
         graphs["graph keeps"] = sum(saved.values())
-        graphs["forward FLOPs"] = _flops_of(graph_module.graph)
+        graphs["forward FLOPs"] = graphs.get("forward FLOPs", 0) + _flops_of(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
         graphs["graph peak"] = _peak_beyond_inputs(graph_module.graph)
-        graphs["backward FLOPs"] = _flops_of(graph_module.graph)
+        graphs["backward FLOPs"] = graphs.get("backward FLOPs", 0) + _flops_of(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(
@@ -485,6 +543,7 @@ def _storage_of(node: fx.Node) -> dict[int, int]:
 FUSED = (
     *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
     *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
+    "index.Tensor",
 )
 """Substrings of the names of non-pointwise operators that the compiler fuses."""
 

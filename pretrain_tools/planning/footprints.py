@@ -280,7 +280,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
     return {
         "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
-        "backward": kept_at(largest) + in_backward(work.sequences) + work.traveling,
+        "backward": kept_at(largest) + in_backward(work.sequences) + work.traveling(work.recomputed > 0),
         "traveling": hidden * traveling,
         "gradients at the loss": at_loss.has_gradients,
         "gradients backward": largest.has_gradients,

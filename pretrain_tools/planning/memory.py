@@ -16,7 +16,7 @@ from pretrain.config import Loss, MemoryBudget, RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import classes_in_rows
 from pretrain.model.build import KeyedConfig, build_meta_model, library_attention, once_per_config
-from pretrain.model.compile import layers_of
+from pretrain.model.compile import is_recomputed, layers_of
 from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
 from pretrain.model.routers import TOP_K, experts_per_token, routers_of
@@ -77,11 +77,6 @@ class Sizes:
         """Number of experts per layer; 0 in a dense model."""
         return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
 
-    @property
-    def expert_width(self) -> int:
-        """Intermediate width of an expert. Its gate and up projections are fused into a matrix twice as wide."""
-        return self.experts // (3 * self.width * self.stacked_experts * self.routers) if self.experts else 0
-
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes with 1/shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
@@ -126,10 +121,8 @@ class Work:
 
     @property
     def forward_pass(self) -> ForwardPass:
-        call = self.run.forward_pass
+        call = replace(self.run.forward_pass, experts_apart=self.layout.ep > 1)
         has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
-        if has_budget and self.layout.ep > 1:  # a budget doesn't reach experts outside the compiled layer
-            return replace(call, activation_checkpointing="none")
         return replace(call, sequences=self.sequences) if has_budget else call
 
     @property
@@ -199,17 +192,19 @@ class Work:
             weight_bytes: bytes per element of the head's weight.
             waiting: bytes of the head's gradient while it waits to be added to the embedding's.
         """
-        hidden = activations.hidden(self.sequences)
+        n = self.sequences
+        layers = self.sizes.layers
+        hidden = activations.hidden(n)
         beside = self.kept_by_exchanges
-        recomputed = self.recomputed
-        kept = activations.kept(self.sizes.layers, self.sequences) + self.sizes.layers * (1 - recomputed) * beside
-        in_layer = waiting + hidden + activations.backward(self.sequences) + self.traveling
-        in_layer += beside if recomputed else 0.0
+        kept = activations.kept(layers, n) + layers * (1 - self.recomputed) * beside
+        is_last_recomputed = is_recomputed(layers - 1, self.recomputed)
+        in_layer = activations.backward(n) + self.traveling(is_last_recomputed) + is_last_recomputed * beside
+        in_first = activations.first(n) + self.traveling(self.recomputed > 0) + beside
         return {
             # The last layer's forward pass needs four copies of the rows: sent, computed, returned and weighted.
             "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
-            "backward": kept + in_layer,
-            "first layer": activations.kept(1, self.sequences) + (1 - recomputed) * beside + in_layer,
+            "backward": kept + waiting + hidden + in_layer,
+            "first layer": activations.outside(n) + waiting + hidden + in_first,
             "embedding": waiting + hidden,
         }
 
@@ -235,25 +230,18 @@ class Work:
 
     @property
     def kept_by_exchanges(self) -> float:
-        """Additional bytes that a layer saves for its backward pass with cp or ep.
+        """Additional bytes that a layer saves for its backward pass with cp: attention's output after the exchange."""
+        return self.compute * self.tokens * self.sizes.width if self.layout.cp > 1 else 0.0
 
-        cp saves the attention output before and after the exchange. With ep, experts run outside the compiled layer,
-        so the product of the gate and up projections is saved instead of recomputed.
-        """
-        channels = self.sizes.width if self.layout.cp > 1 else 0
-        if self.layout.ep > 1 and self.run.config.compile != "none":
-            channels += self.sizes.choices * self.sizes.expert_width
-        return self.compute * self.tokens * channels
+    def traveling(self, is_recomputed: bool) -> float:
+        """Returns the bytes in flight in a layer's backward pass, which may recompute the layer first.
 
-    @property
-    def traveling(self) -> float:
-        """Bytes in flight in a layer's backward pass.
-
-        With cp, these are query, key, value and output. With ep, they are the expert rows, three times as many if the
-        layer is recomputed.
+        With cp, these are query, key, value and output. With ep, they are the received rows. If experts run outside
+        a compiled layer and are recomputed, they have two more copies of the rows than the traced backward pass.
         """
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
-        return self.compute * self.tokens * channels + self.rows * (3 if self.recomputed else 1)
+        copies = 3 if is_recomputed and self.run.config.compile != "none" else 1
+        return self.compute * self.tokens * channels + copies * self.rows
 
 
 @dataclass(frozen=True)

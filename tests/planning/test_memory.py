@@ -64,9 +64,8 @@ def test_sizes_are_those_of_the_model(model_config):
     assert sizes.largest == sizes.embedding
 
 
-def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
-    """With a dense first layer, as in DeepSeek-V3, the actual size of each layer counts, and the traced layer is an
-    MoE layer."""
+def test_layers_of_two_sizes_are_counted_and_traced_separately():
+    """With a dense first layer, as in DeepSeek-V3, a plan needs both kinds of layers."""
     dense_first = load_model_config("model_configs/deepseek_v3_4m.json")
     sizes, model = sizes_of(dense_first), build_meta_model(dense_first)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
@@ -75,7 +74,13 @@ def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
     all_sparse = load_model_config("model_configs/deepseek_v3_4m.json")
     all_sparse.first_k_dense_replace = 0
     call = ForwardPass(WindowSpec(64, True), torch.float32, autocast=False)
-    assert trace_activations(dense_first, call) == trace_activations(all_sparse, call)
+    mixed, sparse = (trace_activations(config, call) for config in (dense_first, all_sparse))
+    dense = trace_activations(all_sparse, replace(call, has_experts=False))
+    assert mixed == replace(sparse, per_layer=mixed.per_layer)
+    assert dense.per_layer(1) < 0.9 * sparse.per_layer(1)
+    assert len(layers) * mixed.per_layer(1) == pytest.approx(
+        dense.per_layer(1) + (len(layers) - 1) * sparse.per_layer(1)
+    )
 
 
 def test_narrower_values_are_padded_for_documents():

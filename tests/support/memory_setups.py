@@ -166,6 +166,7 @@ TYPICAL = [
     MemorySetup("fsdp_tp", "llama_125m", compiled=False, micro_steps=2, layers=2),
     MemorySetup("pp", "llama_125m", compiled=False, micro_steps=2, layers=4, size=2),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=2),
+    MemorySetup("fsdp2", "deepseek_v3_500m", compiled=False, layers=3),
 ]
 """Setups to test in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
@@ -240,6 +241,15 @@ FURTHER = [
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
+    MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
+    *(MemorySetup("ep", "deepseek_v3_500m", layers=3, checkpointing=mode) for mode in ("none", "full")),
+    *(
+        MemorySetup(strategy, "qwen3_moe_500m", compiled, layers=4, checkpointing=0.5)
+        for strategy in ("ep", "fsdp2")
+        for compiled in (False, True)
+    ),
+    MemorySetup("fsdp2", "deepseek_v3_500m", sequences=4),
+    *(MemorySetup("ep", "olmoe_7b", compiled, sequences=2, layers=2) for compiled in (False, True)),
     MemorySetup("cp", "llama_125m", layers=3, size=4, checkpointing="full"),
 ]
 SETUPS = [*TYPICAL, *(FURTHER if EVERYTHING else [])]

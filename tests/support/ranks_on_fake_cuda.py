@@ -279,11 +279,11 @@ def even_rows(counts: FakeTensor) -> list[list[int]]:
     if Counter.current is not None:
         Counter.current.seen.waits += 1
     sizes = launched_sizes()
-    rows = SEQUENCES * even_rows.length * even_rows.choices // (sizes.cp * sizes.tp)
+    rows = even_rows.tokens * even_rows.choices // (sizes.cp * sizes.tp)
     return [[rows // counts.shape[1]] * counts.shape[1]] * 2
 
 
-even_rows.length = LENGTH
+even_rows.tokens = SEQUENCES * LENGTH
 even_rows.choices = MIXTURE["num_experts_per_tok"]
 
 
@@ -430,7 +430,7 @@ def prepared(launch: Launch, stack: ExitStack) -> Prepared:
         model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
     rows = launch.sequences * strategy.micro_batches_per_call
     length = launch.length
-    even_rows.length = launch.length
+    even_rows.tokens = launch.sequences * launch.length
     even_rows.choices = MODELS[launch.model].get("num_experts_per_tok", 1)
     ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)
     with unset_fake_temporarily():
