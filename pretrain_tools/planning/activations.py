@@ -37,6 +37,7 @@ from pretrain.model.attention import with_rows
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
+from pretrain_tools.planning.fp8_shapes import use_fp8_shapes
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,10 @@ class ForwardPass:
     """Names of the mixer classes that process each document as a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
+    fp8: bool = False
+    """True if the layers multiply in fp8."""
+    gathers_fp8: bool = False
+    """True if the layers' weights are gathered in fp8."""
     sequences: int | None = None
     """Micro-batch size, set only with a memory budget, because memory is then nonlinear in the micro-batch size."""
 
@@ -284,7 +289,7 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
     """Measures memory after the forward pass and at the peak of the backward pass, excluding weights and gradients."""
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
     checkpoint_activations(model, call.activation_checkpointing)
-    with _fake_tensors(model, call.weights):
+    with _fake_tensors(model, call):
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         inputs = _inputs(model_config, sequences, call)
@@ -331,17 +336,19 @@ def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: For
 
 
 @contextlib.contextmanager
-def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+def _fake_tensors(model: PreTrainedModel, call: ForwardPass) -> Iterator[None]:
     """Converts the model to fake tensors and makes all new tensors fake. Buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
             # Module.to can't convert meta tensors to fake tensors.
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=call.weights)))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         model.tie_weights()
         model.train()
+        if call.fp8:
+            use_fp8_shapes(model, gathers=call.gathers_fp8)
         yield
 
 
@@ -410,7 +417,10 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dic
     torch.compiler.reset()
     graphs: dict[str, float] = {}
     budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
-    with _fake_tensors(model, call.weights), functorch_config.patch(activation_memory_budget=budget):
+    # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
+    # transposed copies.
+    settings = {"activation_memory_budget": budget, "treat_parameters_as_free_to_save": not call.gathers_fp8}
+    with _fake_tensors(model, call), functorch_config.patch(settings):
         hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
             layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
@@ -483,8 +493,9 @@ def _storage_of(node: fx.Node) -> dict[int, int]:
 
 
 FUSED = (
-    *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
-    *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
+    *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "aten.max."),
+    *("transpose", "clone", "cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default"),
+    *("reshape", "iota"),
 )
 """Substrings of the names of non-pointwise operators that the compiler fuses."""
 
