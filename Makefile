@@ -47,19 +47,20 @@ demo: .venv/requirements
 test: .venv/requirements-dev .venv/gpu/requirements
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; status=$$?; \
 	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest tests/model/test_fp8.py tests/parallel/test_fp8_gathers.py \
-		tests/optim/test_optimizers.py tests/parallel/test_adamw_8bit.py \
+		tests/optim/test_optimizers.py tests/parallel/test_adamw_8bit.py tests/planning/test_step_memory.py \
 		tests/parallel/test_mesh.py::test_fp8_differs_from_one_process_only_by_rounding -k 'fp8 or 8bit' \
 		&& exit $$status
 
 # Trains with every strategy for 50 steps, resumes every strategy's checkpoints with every strategy on one and two
 # processes, and kills a run with every strategy. Also compares the memory plans of all strategies with steps on fake
 # GPUs, and runs all checks of `make gpu` on the CPU. Takes more than an hour.
-test-strategies: .venv/requirements-dev
+test-strategies: .venv/requirements-dev .venv/gpu/requirements
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py tests/parallel/test_mesh.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
 		tests/parallel/test_product_features.py tests/parallel/test_term_strategies.py tests/planning/test_step_memory.py \
 		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py \
-		tests/data/test_dispatch.py tests/scripts/test_gpu_check.py
+		tests/data/test_dispatch.py tests/scripts/test_gpu_check.py; status=$$?; \
+	PYTHONPATH=.venv/gpu STRATEGIES=all $(BIN)/python -m pytest tests/planning/test_step_memory.py -k fp8 && exit $$status
 
 # Injects every fault in docs/faults.md: kills at 200 points during a save, 20 kills with each of five strategies, and
 # an hour of simulated spot machines. Then tries 900 mutated recipes, model JSONs and command lines. At the end, prints

@@ -9,6 +9,7 @@ footprints predicts memory, and step_time predicts time (see docs/plan.md).
     layouts: process meshes
     memory: model sizes and memory components of a process
     activations: traces activation memory
+    fp8_shapes: fp8 layers for these traces
     footprints: peak memory per process
     optimizer_bytes: an optimizer's state, temporary memory and communication
     memory_advice: suggestions after an out-of-memory error

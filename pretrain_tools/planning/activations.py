@@ -40,6 +40,7 @@ from pretrain.model.compile import checkpoint_activations, is_recomputed, layers
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 from pretrain.model.routers import routers_of
 from pretrain.parallel.expert_parallel import expert_modules
+from pretrain_tools.planning.fp8_shapes import use_fp8_shapes
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,10 @@ class ForwardPass:
     """False to trace an MoE model's layers without experts."""
     experts_apart: bool = False
     """True if experts run outside the compiled layer, as with ep."""
+    fp8: bool = False
+    """True if the layers multiply in fp8."""
+    gathers_fp8: bool = False
+    """True if the layers' weights are gathered in fp8."""
     sequences: int | None = None
     """Micro-batch size, set only with a memory budget, because memory is then nonlinear in the micro-batch size."""
 
@@ -311,7 +316,7 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
     """Measures memory after the forward pass and at the peak of the backward pass, excluding weights and gradients."""
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers), call.has_experts)
     checkpoint_activations(model, call.activation_checkpointing)
-    with _fake_tensors(model, call.weights):
+    with _fake_tensors(model, call):
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         inputs = _inputs(model_config, sequences, call)
@@ -358,17 +363,19 @@ def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: For
 
 
 @contextlib.contextmanager
-def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+def _fake_tensors(model: PreTrainedModel, call: ForwardPass) -> Iterator[None]:
     """Converts the model to fake tensors and makes all new tensors fake. Buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
             # Module.to can't convert meta tensors to fake tensors.
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=call.weights)))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         model.tie_weights()
         model.train()
+        if call.fp8:
+            use_fp8_shapes(model, gathers=call.gathers_fp8)
         yield
 
 
@@ -465,7 +472,10 @@ def _run_compiled(model_config: Any, layers: int, sequences: int, call: ForwardP
         return tensor
 
     budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
-    with _fake_tensors(model, call.weights), functorch_config.patch(activation_memory_budget=budget):
+    # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
+    # transposed copies.
+    settings = {"activation_memory_budget": budget, "treat_parameters_as_free_to_save": not call.gathers_fp8}
+    with _fake_tensors(model, call), functorch_config.patch(settings):
         weights = [weight.untyped_storage()._cdata for weight in model.parameters()]
         if call.experts_apart:
             for experts in expert_modules(model).values():
@@ -541,9 +551,9 @@ def _storage_of(node: fx.Node) -> dict[int, int]:
 
 
 FUSED = (
-    *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
-    *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
-    "index.Tensor",
+    *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "aten.max."),
+    *("transpose", "clone", "cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default"),
+    *("reshape", "iota", "index.Tensor"),
 )
 """Substrings of the names of non-pointwise operators that the compiler fuses."""
 

@@ -199,7 +199,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
-    sent_in_fp8 = sizes.in_fp8 / sizes.layers if work.run.precision == "fp8" and shards > 1 else 0.0
+    sent_in_fp8 = sizes.in_fp8 / sizes.layers if work.gathers_fp8 else 0.0
     gathered_layer = layer - (compute - 1) * sent_in_fp8
     if place is None:
         act = {

@@ -133,7 +133,16 @@ class Work:
     def activations_in_bf16(self) -> Activations:
         """Activations with weights in the recipe's precision, as with FSDP2 and ZeRO."""
         call = self.forward_pass
-        return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
+        if self.run.is_half:
+            call = replace(call, weights=torch.bfloat16, autocast=False, gathers_fp8=self.gathers_fp8)
+        return self.run.trace(call)
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True if fully_shard gathers the layers' matrices in fp8."""
+        layout = self.layout
+        is_sharded = layout.is_mesh and layout.sharing_states > 1 and not layout.offloads
+        return self.run.precision == "fp8" and is_sharded
 
     @property
     def padding(self) -> float:
@@ -392,6 +401,7 @@ class PlannedRun:
             compiled=config.compile != "none",
             mixers=mixers_in_rows(self.model_config) if config.data.document_mask else (),
             half=torch.float16 if self.precision == "fp16" else torch.bfloat16,
+            fp8=self.precision == "fp8",
         )
 
     def trace(self, call: ForwardPass) -> Activations:

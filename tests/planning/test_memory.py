@@ -156,6 +156,15 @@ def test_compiled_layers_keep_less(model_config, model_file):
     assert 0.4 * eager.activations < compiled.activations < 0.9 * eager.activations
 
 
+def test_compiled_fp8_layers_keep_less_than_bf16_layers(model_config):
+    """Uncompiled layers keep the bf16 inputs of their matmuls."""
+    call = ForwardPass(WindowSpec(64, True), torch.bfloat16, autocast=False)
+    calls = [replace(call, compiled=compiled, fp8=fp8) for compiled in (False, True) for fp8 in (False, True)]
+    eager, eager_fp8, compiled, compiled_fp8 = (trace_activations(model_config, each).per_layer(1) for each in calls)
+    assert eager_fp8 == eager
+    assert 0.5 * compiled < compiled_fp8 < 0.9 * compiled
+
+
 def test_settings_that_cost_or_save_memory(model_config, model_file):
     plain = need(run_config(model_file), model_config)
     assert need(run_config(model_file, attention="eager"), model_config).total > plain.total

@@ -28,6 +28,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
+from torch.utils._triton import has_triton
 from transformers import AutoConfig
 from triton.backends.compiler import GPUTarget
 
@@ -89,6 +90,7 @@ def inductor(backend: Callable) -> Iterator[None]:
     compile_with = torch.compile
     joint_graph.lazy_init(*[None] * len(inspect.signature(inspect.unwrap(joint_graph.lazy_init)).parameters))
     triton.runtime.driver.set_active(Driver())
+    has_triton.cache_clear()  # torchao calls it when it's imported, without a GPU
     state = torch.zeros(16, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
         for name, value in {

@@ -165,9 +165,14 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, Any]:
         return {"device": moments, "host": live.host.peak, "disk": on_disk}
 
 
-# ZeRO comes last, because later launches would destroy the process groups that DeepSpeed keeps.
-CASES = {
-    f"{setup.name}, rank {rank}": functools.partial(peak, setup, rank)
-    for setup in sorted(SETUPS, key=lambda setup: setup.strategy.startswith("zero"))
-    for rank in setup.looked_at
-}
+def cases(setups: list[MemorySetup]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Returns a case for each rank to measure."""
+    # ZeRO comes last, because later launches would destroy the process groups that DeepSpeed keeps.
+    return {
+        f"{setup.name}, rank {rank}": functools.partial(peak, setup, rank)
+        for setup in sorted(setups, key=lambda setup: setup.strategy.startswith("zero"))
+        for rank in setup.looked_at
+    }
+
+
+CASES = cases(SETUPS)

@@ -253,3 +253,29 @@ FURTHER = [
     MemorySetup("cp", "llama_125m", layers=3, size=4, checkpointing="full"),
 ]
 SETUPS = [*TYPICAL, *(FURTHER if EVERYTHING else [])]
+
+
+def in_fp8(strategy: str, compiled: bool = True, model: str = "llama_125m", **more: Any) -> MemorySetup:
+    return MemorySetup(strategy, model, compiled, settings=(("precision", "fp8"),), **more)
+
+
+TYPICAL_IN_FP8 = [
+    in_fp8("fsdp2", layers=2),
+    # With a small vocabulary, memory peaks in a layer's backward pass, which casts its matrices.
+    in_fp8("single", compiled=False, layers=3, vocabulary=4096, checkpointing="full"),
+]
+FURTHER_IN_FP8 = [
+    *(in_fp8(strategy, compiled, layers=3) for strategy in ("single", "ddp", "hsdp") for compiled in (True, False)),
+    *(in_fp8(strategy, compiled, layers=3, size=4) for strategy in ("tp", "cp") for compiled in (True, False)),
+    *(in_fp8("fsdp_tp", compiled, layers=3, micro_steps=2) for compiled in (True, False)),
+    *(in_fp8("pp", compiled, layers=4, size=2, micro_steps=2) for compiled in (True, False)),
+    in_fp8("fsdp2", compiled=False, layers=3, micro_steps=2, vocabulary=4096),
+    in_fp8("fsdp2", compiled=False, layers=3, checkpointing="full"),
+    in_fp8("fsdp2", compiled=False, layers=3, offloads=True),
+    in_fp8("ddp", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
+    *(in_fp8(strategy, model="llama_1b", layers=4, sequences=2) for strategy in ("fsdp2", "fsdp_tp")),
+    in_fp8("fsdp2", model="qwen3_0.6b", sequences=2),
+    in_fp8("ep", compiled=False, model="qwen3_moe_500m", layers=2),
+]
+SETUPS_IN_FP8 = [*TYPICAL_IN_FP8, *(FURTHER_IN_FP8 if EVERYTHING else [])]
+"""Setups that need torchao."""
