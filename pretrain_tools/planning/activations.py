@@ -27,6 +27,7 @@ from torch._functorch import config as functorch_config
 # Private, but torch's own memory profilers use them too.
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -357,8 +358,23 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             }
 
 
+IN_FP32 = {torch.pow, Tensor.pow, Tensor.__pow__, F.layer_norm, F.softmax, torch.rsqrt, torch.exp, Tensor.exp}
+"""Functions that autocast runs in fp32 on GPUs, but not on CPUs."""
+
+
+class _AutocastOfGPUs(TorchFunctionMode):
+    """Casts inputs to fp32 as autocast does on GPUs. The tensors to trace are on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in IN_FP32 and args[0].dtype in (torch.bfloat16, torch.float16):
+            args = (args[0].float(), *args[1:])
+        return function(*args, **(kwargs or {}))
+
+
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
-    with torch.autocast("cpu", call.half, enabled=call.autocast):
+    is_on_gpu = call.attention == FLASH and call.autocast
+    casts = _AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
+    with torch.autocast("cpu", call.half, enabled=call.autocast), casts:
         return model.base_model(use_cache=False, **inputs).last_hidden_state
 
 

@@ -251,6 +251,11 @@ FURTHER = [
     MemorySetup("fsdp2", "deepseek_v3_500m", sequences=4),
     *(MemorySetup("ep", "olmoe_7b", compiled, sequences=2, layers=2) for compiled in (False, True)),
     MemorySetup("cp", "llama_125m", layers=3, size=4, checkpointing="full"),
+    MemorySetup("ddp", "gpt2_124m", compiled=False, layers=3),
+    *(
+        MemorySetup(strategy, "llama_125m", compiled=False, layers=4, vocabulary=4096, checkpointing="full")
+        for strategy in ("single", "fsdp2")
+    ),
 ]
 SETUPS = [*TYPICAL, *(FURTHER if EVERYTHING else [])]
 
