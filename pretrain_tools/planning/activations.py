@@ -295,13 +295,12 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     hidden = line("hidden", 1)
     if call.compiled:
         kept = line("graph keeps", 1)
-        # plus the gradient of the layer's output
-        backward = line("graph peak", 1) + hidden
-        if call.activation_checkpointing == "full":
-            backward = backward + kept
+        in_layer = line("graph peak", 1) + hidden  # with the gradient of the layer's output
+        if call.activation_checkpointing == "full" and call.experts_apart:  # recomputed by several graphs
+            in_layer = in_layer + kept
         else:
             per_layer = kept
-        in_layer = backward
+        backward = in_layer - (outside - line("before", 1))  # the final norm's tensors are free by then
     recomputed = measured[1, counts[0]].get("recomputed", 0.0)
     first = per_layer + backward
     return Activations(outside, line("before", 1), per_layer, backward, in_layer, first, hidden, recomputed)
@@ -478,6 +477,8 @@ def _run_compiled(model_config: Any, layers: int, sequences: int, call: ForwardP
     saved: bytes of all tensors saved for backward, in graphs and outside, without weights.
     """
     model = _meta_model(model_config, layers, call.attention, call.has_experts)
+    if not call.experts_apart:
+        checkpoint_activations(model, call.activation_checkpointing)
     torch.compiler.reset()
     graphs: dict[str, float] = {}
     saved: dict[int, int] = {}
@@ -585,27 +586,67 @@ def _is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags or any(word in str(node.target) for word in FUSED)
 
 
+@dataclass
+class _Kernel:
+    """A matmul, an attention kernel, or several fused operations."""
+
+    reads: set[int]
+    """Storages that it reads."""
+    writes: dict[int, int]
+    """{storage: bytes}."""
+    elements: int | None = None
+    """Number of elements of each fused operation; None if nothing can be fused."""
+
+
+def _kernels_of(graph: fx.Graph) -> list[_Kernel]:
+    """Returns the graph's kernels in order. The first one writes the inputs, and the last one reads the outputs.
+
+    As in torch.compile, a fused operation becomes part of an earlier kernel that reads one of the same tensors and has
+    as many elements, if all its inputs exist by then.
+    """
+    written: set[int] = set()
+    for node in graph.nodes:
+        if not _is_fused(node):
+            written.update(*map(_storage_of, (node, *node.all_input_nodes)))
+    kernels = [_Kernel(set(), {})]
+    writers: dict[int, int] = {}
+    reads_of: dict[fx.Node, set[int]] = {}
+    for node in graph.nodes:
+        new = {key: size for key, size in _storage_of(node).items() if key in written and key not in writers}
+        operands = node.all_input_nodes
+        reads = set().union(*(_storage_of(x).keys() & written or reads_of[x] for x in operands))
+        reads_of[node] = reads
+        if node.op == "placeholder":
+            kernels[0].writes |= new
+            place = 0
+        elif _is_fused(node):
+            if not new:
+                continue
+            elements = node.meta["val"].numel()
+            begin = max((writers[key] for key in reads), default=0) + 1
+            found = (
+                n for n in range(begin, len(kernels)) if kernels[n].elements == elements and kernels[n].reads & reads
+            )
+            place = next(found, len(kernels))
+            if place == len(kernels):
+                kernels.append(_Kernel(set(), {}, elements))
+            kernels[place].reads |= reads
+            kernels[place].writes |= new
+        else:
+            place = len(kernels)
+            kernels.append(_Kernel(reads, new))
+        writers |= dict.fromkeys(new, place)
+    return kernels
+
+
 def _peak_beyond_inputs(graph: fx.Graph) -> float:
     """Returns the graph's peak live bytes minus the size of its inputs, which are freed after their last use."""
-    nodes = list(graph.nodes)
-    last_use: dict[int, int] = {}
-    written: set[int] = set()
-    for place, node in enumerate(nodes):
-        for operand in node.all_input_nodes:
-            last_use |= dict.fromkeys(_storage_of(operand), place)
-            if not _is_fused(node):
-                written |= _storage_of(operand).keys()
-        if node.op == "call_function" and not _is_fused(node):
-            written |= _storage_of(node).keys()
-    live: dict[int, int] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            live |= _storage_of(node)
-    at_start = sum(live.values())
-    peak = at_start
-    for place, node in enumerate(nodes):
-        if node.op == "call_function":
-            live |= {key: size for key, size in _storage_of(node).items() if key in written}
+    kernels = _kernels_of(graph)
+    last_use = {key: place for place, kernel in enumerate(kernels) for key in kernel.reads}
+    live = kernels[0].writes
+    at_start = peak = sum(live.values())
+    for place, kernel in enumerate(kernels):
+        live = live | kernel.writes
         peak = max(peak, sum(live.values()))
-        live = {key: size for key, size in live.items() if last_use.get(key, len(nodes)) > place}
+        live = {key: size for key, size in live.items() if last_use.get(key, len(kernels)) > place}
     return peak - at_start

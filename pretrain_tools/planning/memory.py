@@ -132,10 +132,13 @@ class Work:
     @property
     def activations_in_bf16(self) -> Activations:
         """Activations with weights in the recipe's precision, as with FSDP2 and ZeRO."""
-        call = self.forward_pass
-        if self.run.is_half:
-            call = replace(call, weights=torch.bfloat16, autocast=False, gathers_fp8=self.gathers_fp8)
-        return self.run.trace(call)
+        return self.run.trace(self.in_bf16(self.forward_pass))
+
+    def in_bf16(self, call: ForwardPass) -> ForwardPass:
+        """Returns the forward pass with weights in the recipe's precision."""
+        if not self.run.is_half:
+            return call
+        return replace(call, weights=torch.bfloat16, autocast=False, gathers_fp8=self.gathers_fp8)
 
     @property
     def gathers_fp8(self) -> bool:
@@ -246,11 +249,15 @@ class Work:
         """Returns the bytes in flight in a layer's backward pass, which may recompute the layer first.
 
         With cp, these are query, key, value and output. With ep, they are the received rows. If experts run outside
-        a compiled layer and are recomputed, they have two more copies of the rows than the traced backward pass.
+        a compiled layer and are recomputed, their forward pass needs four copies of the rows.
         """
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
-        copies = 3 if is_recomputed and self.run.config.compile != "none" else 1
-        return self.compute * self.tokens * channels + copies * self.rows
+        rows = self.rows
+        if rows and is_recomputed and self.run.config.compile != "none":
+            traced = self.run.trace(self.in_bf16(replace(self.forward_pass, activation_checkpointing="none")))
+            in_graph = traced.in_layer(self.sequences) - traced.hidden(self.sequences)
+            rows = max(rows, 4 * rows - in_graph)
+        return self.compute * self.tokens * channels + rows
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from support.memory_setups import SETUPS, MemorySetup
 from support.products_on_fake_cuda import LiveBytes
 from support.ranks_on_fake_cuda import MODELS, prepared
 
-
 ATEN = torch.library.Library("aten", "IMPL")
 # Without a CUDA kernel, torch computes this with several operators, which need more memory.
 ATEN.impl("silu_backward", lambda grad, x: torch.empty_like(grad), "CUDA")

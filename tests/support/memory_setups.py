@@ -242,7 +242,7 @@ FURTHER = [
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
-    *(MemorySetup("ep", "deepseek_v3_500m", layers=3, checkpointing=mode) for mode in ("none", "full")),
+    MemorySetup("ep", "deepseek_v3_500m", layers=3),
     *(
         MemorySetup(strategy, "qwen3_moe_500m", compiled, layers=4, checkpointing=0.5)
         for strategy in ("ep", "fsdp2")
@@ -251,6 +251,9 @@ FURTHER = [
     MemorySetup("fsdp2", "deepseek_v3_500m", sequences=4),
     *(MemorySetup("ep", "olmoe_7b", compiled, sequences=2, layers=2) for compiled in (False, True)),
     MemorySetup("cp", "llama_125m", layers=3, size=4, checkpointing="full"),
+    MemorySetup("fsdp2", "llama_125m", layers=4, vocabulary=4096, checkpointing="full"),
+    MemorySetup("fsdp2", "llama_1b", layers=4, sequences=4, vocabulary=4096, checkpointing="full"),
+    *(MemorySetup("fsdp2", model, layers=3, checkpointing="full") for model in ("qwen3_moe_500m", "deepseek_v3_500m")),
     MemorySetup("ddp", "gpt2_124m", compiled=False, layers=3),
     *(
         MemorySetup(strategy, "llama_125m", compiled=False, layers=4, vocabulary=4096, checkpointing="full")
