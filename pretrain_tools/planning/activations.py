@@ -272,10 +272,8 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
         if is_linear and length > TRACED_LENGTH:
             short = _trace(keyed, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
-            lines = (short.outside, short.before, short.per_layer, short.backward, short.in_layer)
-            return Activations(
-                *(Line([line(0), longer * (line(1) - line(0))]) for line in (*lines, short.first, short.hidden))
-            )
+            lines = [value for value in vars(short).values() if isinstance(value, Line)]
+            return Activations(*(Line([line(0), longer * (line(1) - line(0))]) for line in lines))
     counts = (call.sequences,) if call.sequences else (1, 2)
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
     if call.compiled:
@@ -361,18 +359,19 @@ IN_FP32 = {torch.pow, Tensor.pow, Tensor.__pow__, F.layer_norm, F.softmax, torch
 """Functions that autocast runs in fp32 on GPUs, but not on CPUs."""
 
 
-class _AutocastOfGPUs(TorchFunctionMode):
+class AutocastOfGPUs(TorchFunctionMode):
     """Casts inputs to fp32 as autocast does on GPUs. The tensors to trace are on the CPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in IN_FP32 and args[0].dtype in (torch.bfloat16, torch.float16):
+        is_cast = function in IN_FP32 and args and isinstance(args[0], Tensor)  # torch.pow's base may be a number
+        if is_cast and args[0].dtype in (torch.bfloat16, torch.float16):
             args = (args[0].float(), *args[1:])
         return function(*args, **(kwargs or {}))
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
     is_on_gpu = call.attention == FLASH and call.autocast
-    casts = _AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
+    casts = AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
     with torch.autocast("cpu", call.half, enabled=call.autocast), casts:
         return model.base_model(use_cache=False, **inputs).last_hidden_state
 

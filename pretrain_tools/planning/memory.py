@@ -207,11 +207,11 @@ class Work:
         n = self.sequences
         layers = self.sizes.layers
         hidden = activations.hidden(n)
-        beside = self.kept_by_exchanges
-        kept = activations.kept(layers, n) + layers * (1 - self.recomputed) * beside
+        exchanged = self.kept_by_exchanges
+        kept = activations.kept(layers, n) + layers * (1 - self.recomputed) * exchanged
         is_last_recomputed = is_recomputed(layers - 1, self.recomputed)
-        in_layer = activations.backward(n) + self.traveling(is_last_recomputed) + is_last_recomputed * beside
-        in_first = activations.first(n) + self.traveling(self.recomputed > 0) + beside
+        in_layer = activations.backward(n) + self.traveling(is_last_recomputed) + is_last_recomputed * exchanged
+        in_first = activations.first(n) + self.traveling(self.recomputed > 0) + exchanged
         return {
             # The last layer's forward pass needs four copies of the rows: sent, computed, returned and weighted.
             "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),

@@ -135,13 +135,15 @@ def test_loss_and_gradients_of_a_packed_window_are_those_of_its_documents(ids, m
     config = config_of("qwen3_5_text")
     attention = probe(config, attention="auto", window=WindowSpec(64, document_mask=True)).attention
     gradients = []
-    for mode in ("alone", "packed", "recomputed", "compiled"):
+    for mode in ("alone", "packed", "recomputed", "compiled", "recomputed and compiled"):
         model = build_model(config, seed=0, attention="eager" if mode == "alone" else attention).train()
         loss = LanguageModelLoss(model)
         inputs = inputs_of(ids, attention)
-        if mode == "recomputed":
+        if "recomputed" in mode:
             checkpoint_activations(model, "full")
-        if mode == "compiled":
+        if "compiled" in mode:
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
             compile_model(loss, model, "regional")
         if mode == "alone":
             total = 0
@@ -152,6 +154,7 @@ def test_loss_and_gradients_of_a_packed_window_are_those_of_its_documents(ids, m
                     total = total + F.cross_entropy(logits, inputs["targets_BT"][row, here], reduction="sum") / 128
         else:
             total, _ = loss(**inputs)
+            assert ("compiled" in mode) <= (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2), mode
         total.backward()
         gradients.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
     for mode in gradients[1:]:

@@ -13,7 +13,7 @@ from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.registry import load_extensions
-from pretrain_tools.planning.activations import ForwardPass, trace_activations
+from pretrain_tools.planning.activations import AutocastOfGPUs, ForwardPass, trace_activations
 from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.layouts import layout
@@ -84,12 +84,19 @@ def test_layers_of_two_sizes_are_counted_and_traced_separately():
 
 
 def test_narrower_values_are_padded_for_documents():
-    """Without documents, attention saves a view of a matmul's output, which keeps the keys in memory as well."""
+    """Without documents, attention saves a view of keys and values, so the keys stay in memory too."""
     latent = load_model_config("model_configs/deepseek_v3_4m.json")
     calls = [ForwardPass(WindowSpec(64, documents), torch.bfloat16, autocast=False) for documents in (True, False)]
     packed, undivided = (trace_activations(latent, call).per_layer(1) for call in calls)
     padded, out, values_and_keys = 48, 32, 32 + 32
     assert packed - undivided == 2 * 64 * latent.num_attention_heads * (2 * padded + out - values_and_keys - out)
+
+
+def test_powers_run_in_fp32_as_with_autocast_on_gpus():
+    half = torch.ones(2, dtype=torch.bfloat16)
+    with AutocastOfGPUs():
+        assert torch.pow(half, 3.0).dtype == (half**2).dtype == torch.float32
+        assert torch.pow(10000.0, half).dtype == (half * 2).dtype == torch.bfloat16, "not cast"
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("nvme")])
