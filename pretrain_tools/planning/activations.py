@@ -54,11 +54,11 @@ class Activations:
     """The part of `outside` allocated before the first layer."""
     per_layer: Line
     """Bytes that each layer saves for its backward pass."""
-    backward: Line
-    """Additional memory during the backward pass of the final norm and the last layer, including the gradient of the
-    hidden states."""
+    norm: Line
+    """Additional memory during the final norm's backward pass, including the gradient of the hidden states."""
     in_layer: Line
-    """Additional memory during a layer's backward pass, without the final norm's but with the output's gradient."""
+    """Additional memory during the last layer's backward pass, including the gradient of its output. The final norm's
+    tensors are free by then."""
     first: Line
     """Bytes that the first layer saves or recomputes, plus the additional memory during its backward pass."""
     hidden: Line
@@ -263,7 +263,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     if len(set(kinds)) > 1:
         of_kinds = [_trace(_of_one_kind(model_config, kind), call) for kind in kinds]
         mean = sum(found.per_layer for found in of_kinds) / len(of_kinds)
-        return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
+        return replace(max(of_kinds, key=lambda found: found.in_layer(1)), per_layer=mean)
     if call.mixers:
         call = replace(call, compiled=False)  # mixers with document rows run outside compiled layers
         # Python loops over tokens, as in Mamba, take minutes to trace for long sequences.
@@ -288,7 +288,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
-    backward = line("peak", 1) - line("kept", 1)
+    norm = line("peak in norm", 1) - line("kept", 1)
     in_layer = line("peak in layer", 1) - line("before", 1) - per_layer
     hidden = line("hidden", 1)
     if call.compiled:
@@ -298,10 +298,8 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             in_layer = in_layer + kept
         else:
             per_layer = kept
-        backward = in_layer - (outside - line("before", 1))  # the final norm's tensors are free by then
     recomputed = measured[1, counts[0]].get("recomputed", 0.0)
-    first = per_layer + backward
-    return Activations(outside, line("before", 1), per_layer, backward, in_layer, first, hidden, recomputed)
+    return Activations(outside, line("before", 1), per_layer, norm, in_layer, per_layer + in_layer, hidden, recomputed)
 
 
 def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
@@ -344,13 +342,11 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             kept = live.now - size  # without the gradient allocated by the loss
             live.peak = live.now
             loss.backward()
-            in_layer = live.peak - resident
-            peak = max([in_layer, *(peak - resident for peak in ends)])
             return {
                 "kept": kept - resident,
                 "before": before[0],
-                "peak": peak,
-                "peak in layer": in_layer,
+                "peak in norm": max(ends, default=resident) - resident,
+                "peak in layer": live.peak - resident,
                 "hidden": size,
             }
 

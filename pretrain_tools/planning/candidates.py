@@ -105,6 +105,8 @@ class Candidate:
     """Largest micro-batch that fits and divides the batch, or None."""
     micro_batch: int | None = None
     """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
+    planned_memory: Memory | None = None
+    """Memory with the plan's micro-batch; None if none fits."""
     time: StepTime | None = None
     """Step time with the plan's micro-batch; None if none fits."""
     notes: list[str] = field(default_factory=list)
@@ -230,8 +232,11 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    time = None if used is None else case.step(layout, used)
-    return Candidate(layout, [], memory, fits, largest, used, time, notes)
+    if used is None:
+        return Candidate(layout, [], memory, fits, largest, notes=notes)
+    return Candidate(
+        layout, [], memory, fits, largest, used, case.memory(layout, used), case.step(layout, used), notes
+    )
 
 
 def search_products(case: Case) -> list[Candidate]:

@@ -67,6 +67,7 @@ def replicated(work: Work) -> Memory:
     embedding = weight * sizes.embedding
     moments = {
         "loss": (resident, act["loss"]),
+        "norm": (resident or head, act["norm"]),
         "backward": (resident or head, act["backward"]),
         "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
         "embedding": (resident or whole - embedding, embedding + act["embedding"]),
@@ -194,7 +195,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         host = 2 * states + optimizer
         states = optimizer = 0.0
     resident = at_loss = states if work.accumulates else 0.0
-    # The last reduced gradients stay in memory until the step's last backward pass.
+    # The last reduced gradients stay in memory until the next backward pass reduces its first layer.
     is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.no_sync
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
@@ -216,7 +217,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     flat = FP32 * sizes.layer * (1 + 1 / shards)
     own = 0.0 if work.run.config.compile != "none" else layer  # compiled layers' activations include their gradients
     freed = (act["backward"] - act["first layer"]) / (layers - 1) if place is None and layers > 1 else flat
-    reduced = own + max(0.0, flat - freed)
+    reduced = own + max(held_over, flat - freed)
     whole = 0.0
     if layout.pp > 1 or shards == 1:
         whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
@@ -234,7 +235,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
         "loss": (at_loss, act["loss"], outside + held_over + max(2 * gathered_layer, whole)),
-        "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
+        "norm": (resident, act["norm"], outside + held_over + max(gathered_layer, whole)),
+        "backward": (resident, act["backward"], outside + reduced + max(gathered, whole)),
     }
     if place is None:
         moments["first layer"] = (gradients, act["first layer"], outside + max(gathered_layer, whole) + own + flat)
@@ -242,7 +244,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         in_embedding = compute * sizes.embedding + max(outside + flat, reduction)
         moments["embedding"] = (gradients, act["embedding"], in_embedding)
     elif not place.is_last:
-        del moments["loss"]
+        del moments["loss"], moments["norm"]
     holders = shards * layout.tp
     form = "sharded" if holders > 1 else "stage"  # a stage's matrices aren't sharded
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
@@ -270,7 +272,6 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
         kept = sum(n * (before + layers * per_layer) + late * layers * per_waiting_layer for n, late, layers in parts)
         return kept + (moment.counts[-1] * (act.outside(work.sequences) - before) if place.is_last else 0.0)
 
-    in_backward = act.backward if place.is_last else act.in_layer
     found = list(place.moments(settings.schedule, work.layout.pp, microbatches))
     largest = max(found, key=lambda moment: (kept_at(moment), moment.has_gradients))
     at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
@@ -278,9 +279,13 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     leaving = largest.counts[:-1] if place.is_last else largest.counts
     arriving = largest.counts[1:] if place.rank == 0 else largest.counts
     traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
+    in_layer = act.in_layer(work.sequences) + work.traveling(work.recomputed > 0)
+    if place.is_last:
+        in_layer -= act.outside(work.sequences) - act.before(work.sequences)
     return {
         "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
-        "backward": kept_at(largest) + in_backward(work.sequences) + work.traveling(work.recomputed > 0),
+        "norm": kept_at(at_loss) + act.norm(work.sequences),
+        "backward": kept_at(largest) + in_layer,
         "traveling": hidden * traveling,
         "gradients at the loss": at_loss.has_gradients,
         "gradients backward": largest.has_gradients,
@@ -338,6 +343,7 @@ def by_deepspeed(work: Work) -> Memory:
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
         "loss": (resident, act["loss"], gathered + (buckets if work.accumulates or stage == 3 else 0.0)),
+        "norm": (resident, act["norm"], gathered + at_its_start + in_flight),
         "backward": (resident, act["backward"], gathered + at_its_start + in_flight),
         "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass + in_flight),
         "embedding": (

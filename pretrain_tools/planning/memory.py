@@ -210,13 +210,16 @@ class Work:
         exchanged = self.kept_by_exchanges
         kept = activations.kept(layers, n) + layers * (1 - self.recomputed) * exchanged
         is_last_recomputed = is_recomputed(layers - 1, self.recomputed)
-        in_layer = activations.backward(n) + self.traveling(is_last_recomputed) + is_last_recomputed * exchanged
+        before = activations.before(n)
+        of_norm = activations.outside(n) - before
+        in_layer = activations.in_layer(n) + self.traveling(is_last_recomputed) + is_last_recomputed * exchanged
         in_first = activations.first(n) + self.traveling(self.recomputed > 0) + exchanged
         return {
             # The last layer's forward pass needs four copies of the rows: sent, computed, returned and weighted.
             "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
-            "backward": kept + waiting + hidden + in_layer,
-            "first layer": activations.outside(n) + waiting + hidden + in_first,
+            "norm": kept + waiting + hidden + activations.norm(n),
+            "backward": kept - of_norm + waiting + hidden + in_layer,
+            "first layer": before + waiting + hidden + in_first,
             "embedding": waiting + hidden,
         }
 
@@ -272,7 +275,8 @@ class Memory:
     buffers: float
     """Other memory, such as gathered layers and gradient buckets."""
     moment: str
-    """Moment of the peak: 'loss', 'backward' (of the last layer), 'first layer', 'embedding' or 'update'."""
+    """Moment of the peak: 'loss', 'norm' (the final norm's backward pass), 'backward' (of the last layer), 'first
+    layer', 'embedding' or 'update'."""
     host: float = 0.0
     """Bytes offloaded to CPU memory, per process."""
     disk: float = 0.0

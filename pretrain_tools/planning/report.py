@@ -218,8 +218,9 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     values = dataclasses.asdict(candidate)
     del values["layout"]  # listed last
-    if candidate.memory is not None:
-        values["memory"]["total"] = candidate.memory.total
+    for name in ("memory", "planned_memory"):
+        if memory := getattr(candidate, name):
+            values[name]["total"] = memory.total
     # JSON has no infinity.
     seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
     values |= {"layout": layout.sizes.named(), "options": layout.options, "step_seconds": seconds}

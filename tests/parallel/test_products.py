@@ -146,8 +146,9 @@ def test_a_plan_predicts_the_memory(outcomes, name, tmp_path):
     sizes, run = planned_run(name, tmp_path)
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
-    assert 0.95 * peak < planned
-    assert planned < (1.2 if name.startswith("llama") else 1.45) * peak or sizes.pp > 1, (
+    # These models have few tokens per weight, and fewer experts per token than tensor-parallel ranks.
+    assert 0.98 * peak < planned
+    assert planned < (1.07 if name.startswith("llama") else 1.25) * peak or sizes.pp > 1, (
         "for pipelines, the plan is for the first stage and the measurement for the last"
     )
 
@@ -178,7 +179,7 @@ def test_olmoe_fits_on_eight_h100s_as_planned(outcomes, sizes, tmp_path):
 
     needed = of_all_layers(lambda result: max(result[moment]["peak_bytes"] for moment in MOMENTS))
     planned = footprint(run, layout, SEQUENCES).total
-    assert 0.95 * needed < planned < 1.2 * needed and max(needed, planned) < find_gpu("h100").memory_bytes
+    assert 0.98 * needed < planned < 1.05 * needed and max(needed, planned) < find_gpu("h100").memory_bytes
     expected = {flow.name: flow.sent for flow in flows(Step(run.work(layout, SEQUENCES), 2, Links(1.0, 1.0, 8)))}
     found = {"fsdp": sent("all-gather", "reduce-scatter"), "ep": sent("all-to-all")}
     assert expected == pytest.approx({name: size for name, size in found.items() if size}, rel=0.02)

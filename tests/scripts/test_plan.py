@@ -254,7 +254,7 @@ def test_a_batch_that_does_not_divide_is_reported(recipe):
 
 def test_the_choice_among_equals_has_a_reason():
     def able(name, seconds, *, fits=True):
-        return Candidate(layout(name, 8), [], None, fits, 8, 8, StepTime(seconds))
+        return Candidate(layout(name, 8), [], None, fits, 8, 8, time=StepTime(seconds))
 
     ddp, zero1, slow = able("ddp", 1.0), able("zero1", 0.99), able("pp", 1.5)
     assert reason_of(ddp, [ddp, zero1, slow]) == (

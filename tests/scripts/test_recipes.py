@@ -215,7 +215,7 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
     changed = chosen.micro_batch != found.config.batch.sequences_per_micro_batch
     strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed
     assert row == (
-        f"{begin} {strategy} | {chosen.memory.total / GIB:.1f} | {found.hours:.1f} at {found.mfu:.0%} | "
+        f"{begin} {strategy} | {chosen.planned_memory.total / GIB:.1f} | {found.hours:.1f} at {found.mfu:.0%} | "
         f"{found.gpu_hours:,.0f} | ${found.cost:,.0f} | {bytes_text(found.storage.total)} |"
     )
     tokens = float(re.search(r"([\d.]+)B tokens", begin)[1])
@@ -233,6 +233,28 @@ def test_the_moe_figures_on_the_page_match_plan_py(monkeypatch):
         f"ep in {ep.memory.total / GIB:.0f} GB"
     )
     assert said in (ROOT / "docs/experts.md").read_text().replace("\n", " ") and ep.fits and fsdp2.fits
+
+
+@pytest.mark.skipif(not ALL, reason="traces sequences of 128k tokens: PLANS=all")
+def test_the_long_context_figures_on_the_page_match_plan_py(monkeypatch):
+    page = (ROOT / "docs/long_context.md").read_text()
+    command = re.search(r"python plan.py (.*) --gpu h100 (.* 128k .*)", page)
+    found = {}
+    for setting in ("none", "full"):
+        arguments = f"{command[1]} {command[2]} --activation_checkpointing {setting}"
+        candidates = plan_on_page(arguments, ["fsdp2", "cp"], monkeypatch).candidates
+        for each in (each for each in reversed(candidates) if each.memory):
+            speed = 1024 * 1024 / each.step_seconds
+            found[each.name, setting] = f"{each.memory.total / GIB:.3g} GB", f"{round(speed, -2):,.0f} tokens/s"
+    (cp, cp_speed), (fsdp2, _), (full, full_speed) = (
+        found["cp", "none"],
+        found["fsdp2", "none"],
+        found["fsdp2", "full"],
+    )
+    assert (
+        f"predicts {cp} per GPU and {cp_speed}. FSDP2 would need {fsdp2}. With activation checkpointing, FSDP2 would "
+        f"need {full} and reach {full_speed}"
+    ) in page.replace("\n", " ")
 
 
 def test_the_smollm_corpus_has_natural_weights():
