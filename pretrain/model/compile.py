@@ -92,14 +92,19 @@ def compile_model(
         # already overlaps with other layers, and unsplit layers cause less memory traffic.
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
-            # layer.compile() would trace FSDP's and DeepSpeed's hooks, which causes graph breaks.
-            layer.forward = torch.compile(layer.forward, dynamic=False)
-            if getattr(layer, "gradient_checkpointing", False) and any(map(runs_uncompiled, layer.modules())):
-                # Dynamo can't split a checkpointed function, so it would leave the whole layer uncompiled.
-                layer.gradient_checkpointing = False
-                layer.forward = functools.partial(recompute, layer, layer.forward)
+            compile_layer(layer)
     elif mode == "full":
         model.compile(dynamic=False)
+
+
+def compile_layer(layer: nn.Module, **settings: Any) -> None:
+    """Compiles a layer in place, without its hooks. settings: arguments of torch.compile."""
+    # layer.compile() would trace FSDP's and DeepSpeed's hooks, which causes graph breaks.
+    layer.forward = torch.compile(layer.forward, dynamic=False, **settings)
+    if getattr(layer, "gradient_checkpointing", False) and any(map(runs_uncompiled, layer.modules())):
+        # Dynamo can't split a checkpointed function, so it would leave the whole layer uncompiled.
+        layer.gradient_checkpointing = False
+        layer.forward = functools.partial(recompute, layer, layer.forward)
 
 
 def runs_uncompiled(module: nn.Module) -> bool:

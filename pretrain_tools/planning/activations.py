@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from numpy.polynomial import Polynomial as Line
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 
 # Private, but torch's own memory profilers use them too.
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +37,7 @@ from transformers.integrations import moe
 from pretrain.config import MemoryBudget, WindowSpec
 from pretrain.model.attention import with_rows
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model, shared_meta_model
-from pretrain.model.compile import checkpoint_activations, is_recomputed, layers_of
+from pretrain.model.compile import checkpoint_activations, compile_layer, is_recomputed, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 from pretrain.model.routers import routers_of
 from pretrain.parallel.expert_parallel import expert_modules
@@ -49,11 +49,13 @@ class Activations:
     """Activation memory of one process in bytes, from the embedding output to the last hidden states."""
 
     outside: Line
-    """Memory in use outside the layers after the forward pass: embedding output, final norm and rotary tables."""
+    """Memory in use outside the layers after the forward pass: rotary tables and the final norm's saved tensors."""
     before: Line
-    """The part of `outside` allocated before the first layer."""
+    """The part of `outside` that isn't the final norm's."""
     per_layer: Line
     """Bytes that each layer saves for its backward pass."""
+    forward: Line
+    """Additional memory at the peak of the last layer's forward pass, beyond what is in use after it."""
     norm: Line
     """Additional memory during the final norm's backward pass, including the gradient of the hidden states."""
     in_layer: Line
@@ -159,15 +161,36 @@ class LiveBytes(TorchDispatchMode):
         self.now = 0
         self.peak = 0
         self._seen: dict[int, weakref.ref] = {}
+        self._runs_graph = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # otherwise compiled code would run uncompiled
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # two thirds of the calls
             return args[0].device
         result = function(*args, **(kwargs or {}))
-        for value in _pytree.tree_leaves(result):
+        # Private, but the only way to recognize that the compiler is tracing.
+        if not self._runs_graph and not TracingContext.try_get():
+            self._add_all(result)
+        return result
+
+    def run(self, graph: Callable, args: tuple, needed: float) -> Any:
+        """Runs a compiled graph that needs this many bytes in addition to its inputs."""
+        self.peak = max(self.peak, self.now + needed)
+        self._runs_graph = True
+        try:
+            results = graph(*args)
+        finally:
+            self._runs_graph = False
+        self._add_all(results)
+        return results
+
+    def _add_all(self, results: Any) -> None:
+        for value in _pytree.tree_leaves(results):
             if isinstance(value, Tensor):
                 self.add(value)
-        return result
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -183,6 +206,18 @@ class LiveBytes(TorchDispatchMode):
         self._seen[key] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+class _Embedding(torch.autograd.Function):
+    """A placeholder embedding. Like the real one, it doesn't save its output."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
 
 class _GradientOfHidden(torch.autograd.Function):
@@ -219,8 +254,10 @@ class ForwardPass:
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
     has_experts: bool = True
     """False to trace an MoE model's layers without experts."""
-    experts_apart: bool = False
-    """True if experts run outside the compiled layer, as with ep."""
+    expert_ranks: int = 1
+    """Number of processes that share a layer's experts and exchange rows with each other, assuming balanced load."""
+    keeps_gradients: bool = False
+    """True if the layer's gradients stay in memory until the end of its backward pass, as with fully_shard."""
     fp8: bool = False
     """True if the layers multiply in fp8."""
     gathers_fp8: bool = False
@@ -275,10 +312,11 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             lines = [value for value in vars(short).values() if isinstance(value, Line)]
             return Activations(*(Line([line(0), longer * (line(1) - line(0))]) for line in lines))
     counts = (call.sequences,) if call.sequences else (1, 2)
-    measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
-    if call.compiled:
-        for n in counts:
-            measured[1, n] |= _compiled_layer(model_config, n, call)
+    measured: dict[tuple[int, int], dict[str, float]] = {}
+    for n in counts:
+        compiler = Compiler() if call.compiled else None
+        for layers in (1, 2):
+            measured[layers, n] = _measure(model_config, layers, n, call, compiler)
 
     def line(key: str, layers: int) -> Line:
         if call.sequences:
@@ -286,20 +324,21 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
         at_one, at_two = (measured[layers, n][key] for n in counts)
         return Line([2 * at_one - at_two, at_two - at_one])
 
-    per_layer = line("kept", 2) - line("kept", 1)
-    outside = line("kept", 1) - per_layer
-    norm = line("peak in norm", 1) - line("kept", 1)
-    in_layer = line("peak in layer", 1) - line("before", 1) - per_layer
-    hidden = line("hidden", 1)
-    if call.compiled:
-        kept = line("graph keeps", 1)
-        in_layer = line("graph peak", 1) + hidden  # with the gradient of the layer's output
-        if call.activation_checkpointing == "full" and call.experts_apart:  # recomputed by several graphs
-            in_layer = in_layer + kept
-        else:
-            per_layer = kept
-    recomputed = measured[1, counts[0]].get("recomputed", 0.0)
-    return Activations(outside, line("before", 1), per_layer, norm, in_layer, per_layer + in_layer, hidden, recomputed)
+    kept = line("kept", 1)
+    per_layer = line("kept", 2) - kept
+    before_layers = line("before layers", 1)
+    in_layer = line("peak in layer", 1) - before_layers
+    return Activations(
+        kept - per_layer,
+        before_layers - per_layer,
+        per_layer,
+        line("peak in forward", 1) - kept,
+        line("peak in norm", 1) - kept,
+        in_layer,
+        per_layer + in_layer,
+        line("hidden", 1),
+        measured[1, counts[0]]["recomputed"],
+    )
 
 
 def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
@@ -308,25 +347,42 @@ def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
     return KeyedConfig.of(config)
 
 
-def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
-    """Measures memory after the forward pass and at the peak of the backward pass, excluding weights and gradients."""
+def _measure(
+    model_config: Any, layers: int, sequences: int, call: ForwardPass, compiler: "Compiler | None"
+) -> dict[str, float]:
+    """Measures memory after the forward pass and at its peaks, in bytes, excluding weights and their gradients.
+
+    If `call.keeps_gradients` is True, a layer's gradients count as part of its backward pass. `recomputed` is the
+    fraction of the forward FLOPs that compiled graphs recompute.
+    """
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers), call.has_experts)
+    if call.expert_ranks > 1:
+        for experts in expert_modules(model).values():
+            _divide_experts(experts, call.expert_ranks)
     checkpoint_activations(model, call.activation_checkpointing)
-    with _fake_tensors(model, call):
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
+    budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
+    # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
+    # transposed copies.
+    settings = {"activation_memory_budget": budget, "treat_parameters_as_free_to_save": not call.gathers_fp8}
+    with _fake_tensors(model, call), functorch_config.patch(settings):
+        if not call.keeps_gradients:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
         inputs = _inputs(model_config, sequences, call)
         with LiveBytes() as live:
             for tensor in [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]:
-                live.add(tensor)
+                if tensor is not None:
+                    live.add(tensor)
             resident = live.now
             live.add(inputs["inputs_embeds"])
-            before = []
-            layers_of(model)[0].register_forward_pre_hook(lambda *_: before.append(live.now - resident))
-            ends: list[int] = []  # peaks of the final norm's backward pass
+            if compiler is not None:
+                compiler.live = live
+                for layer in layers_of(model):
+                    compile_layer(layer, backend=compiler.backend)
+            ends: list[tuple[int, int]] = []  # peak of the final norm's backward pass, and bytes in use after it
 
-            def end_norm(*_):
-                ends.append(live.peak)
+            def end_norm(grad):
+                ends.append((live.peak, live.now - grad.untyped_storage().nbytes()))
                 live.peak = live.now
 
             def watch(_layer, _args, output):
@@ -334,6 +390,7 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
 
             layers_of(model)[-1].register_forward_hook(watch)
             hidden = _last_hidden_state(model, inputs, call)
+            in_forward = live.peak
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
             # A training step doesn't keep these references.
@@ -342,13 +399,49 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             kept = live.now - size  # without the gradient allocated by the loss
             live.peak = live.now
             loss.backward()
+            in_norm, before_layers = ends[0]
             return {
                 "kept": kept - resident,
-                "before": before[0],
-                "peak in norm": max(ends, default=resident) - resident,
+                "before layers": before_layers - resident,
+                "peak in forward": in_forward - resident,
+                "peak in norm": in_norm - resident,
                 "peak in layer": live.peak - resident,
                 "hidden": size,
+                "recomputed": compiler.recomputed if compiler and budget < 1.0 else 0.0,
             }
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all that sends and receives the same number of rows."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad)
+
+
+def _divide_experts(experts: nn.Module, ranks: int) -> None:
+    """Stands in for pretrain.parallel.expert_parallel.divide_experts. Allocates and saves the same tensors."""
+    compute = experts.forward
+    for name, parameter in experts.named_parameters(recurse=False):
+        setattr(experts, name, nn.Parameter(parameter[: math.ceil(len(parameter) / ranks)]))
+    experts.num_experts = math.ceil(experts.num_experts / ranks)
+
+    @torch.compiler.disable
+    def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        order = chosen_NK.flatten().argsort()
+        rows = _Exchange.apply(hidden_ND[order // chosen_NK.shape[-1]])
+        rows = compute(rows, order[:, None], torch.ones_like(order[:, None], dtype=rows.dtype))
+        returned = _Exchange.apply(rows)
+        rows = torch.empty_like(returned)
+        rows[order] = returned
+        rows = rows.view(*weights_NK.shape, -1)
+        return (rows * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
+
+    experts.forward = forward
 
 
 IN_FP32 = {torch.pow, Tensor.pow, Tensor.__pow__, F.layer_norm, F.softmax, torch.rsqrt, torch.exp, Tensor.exp}
@@ -431,7 +524,7 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     # Embeddings return bf16 under bf16 autocast (see `build_meta_model`).
     in_bf16 = call.autocast and call.half == torch.bfloat16
     dtype = torch.bfloat16 if in_bf16 else call.weights
-    inputs = {"inputs_embeds": torch.empty(shape, dtype=dtype, requires_grad=True)}
+    inputs = {"inputs_embeds": _Embedding.apply(torch.empty((), requires_grad=True), shape, dtype)}
     if not call.window.document_mask:
         return inputs
     segments = torch.empty(sequences + 1, dtype=torch.int32)
@@ -444,101 +537,38 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     return inputs
 
 
-def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, float]:
-    """Measures the memory of a compiled layer in bytes.
+class Compiler:
+    """A torch.compile backend that runs graphs without generating code, and counts their memory and FLOPs."""
 
-    graph keeps: tensors saved for backward, including the layer's input but not its weights.
-    graph peak: additional memory at the peak of the backward graph.
-    recomputed: see `Activations`.
-    """
-    graphs = _run_compiled(model_config, 1, sequences, call)
-    if call.experts_apart:
-        # The backward peak of experts outside the graphs is that of a whole layer without a memory budget.
-        in_parts, two = graphs, _run_compiled(model_config, 2, sequences, call)
-        graphs = _run_compiled(
-            model_config, 1, sequences, replace(call, activation_checkpointing="none", experts_apart=False)
+    live: "LiveBytes"
+    """Counts the memory of the model that calls the graphs."""
+
+    def __init__(self):
+        # Inductor uses this partitioner and these decompositions. They have no public names.
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        torch.compiler.reset()
+        self.flops = {"forward": 0, "backward": 0}
+        self.backend = aot_autograd(
+            fw_compiler=functools.partial(self._prepare, "forward"),
+            bw_compiler=functools.partial(self._prepare, "backward"),
+            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            decompositions=select_decomp_table,
         )
-        graphs["graph keeps"] = two["saved"] - in_parts["saved"]
-        graphs["backward FLOPs"] += in_parts["backward FLOPs"] - 2 * in_parts["forward FLOPs"]
-    if "backward FLOPs" in graphs:
-        forward = graphs["forward FLOPs"]
-        graphs["recomputed"] = max(0.0, graphs["backward FLOPs"] / forward - 2)
-    return graphs
 
+    @property
+    def recomputed(self) -> float:
+        """Fraction of the forward FLOPs that the backward graphs repeat."""
+        return max(0.0, self.flops["backward"] / self.flops["forward"] - 2)
 
-def _run_compiled(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, float]:
-    """Trains compiled layers once and returns the sizes of their graphs, including:
+    def _prepare(self, direction: str, graph_module: fx.GraphModule, inputs: list) -> Callable:
+        from functorch.compile import make_boxed_func
 
-    saved: bytes of all tensors saved for backward, in graphs and outside, without weights.
-    """
-    model = _meta_model(model_config, layers, call.attention, call.has_experts)
-    if not call.experts_apart:
-        checkpoint_activations(model, call.activation_checkpointing)
-    torch.compiler.reset()
-    graphs: dict[str, float] = {}
-    saved: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
-    # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
-    # transposed copies.
-    settings = {"activation_memory_budget": budget, "treat_parameters_as_free_to_save": not call.gathers_fp8}
-    with _fake_tensors(model, call), functorch_config.patch(settings):
-        weights = [weight.untyped_storage()._cdata for weight in model.parameters()]
-        if call.experts_apart:
-            for experts in expert_modules(model).values():
-                experts.forward = torch.compiler.disable(experts.forward)
-        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
-        for layer in layers_of(model):
-            layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
-        with saved_tensors_hooks(save, lambda tensor: tensor) if call.experts_apart else contextlib.nullcontext():
-            hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
-        graphs["saved"] = sum(size for storage, size in saved.items() if storage not in weights)
-        _GradientOfHidden.apply(hidden).backward()
-    torch.compiler.reset()
-    return graphs
-
-
-def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -> Callable:
-    """Creates a torch.compile backend that runs the graph without generating code, and records its sizes in `graphs`.
-
-    hidden_shape: shape of the layer's input, the only graph input to count.
-    """
-    # Inductor uses this partitioner and these decompositions. They have no public names.
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    saved: dict[int, int] = {}
-
-    def forward(graph_module: fx.GraphModule, inputs: list) -> Callable:
-        outputs = graph_module.graph.find_nodes(op="output")[0].args[0]
-        # The output is the next layer's input and is counted there.
-        for node in outputs[1:]:
-            if not isinstance(node, fx.Node):
-                continue
-            if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
-                saved.update(_storage_of(node))
-        graphs["graph keeps"] = sum(saved.values())
-        graphs["forward FLOPs"] = graphs.get("forward FLOPs", 0) + _flops_of(graph_module.graph)
-        return make_boxed_func(graph_module.forward)
-
-    def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
-        graphs["graph peak"] = _peak_beyond_inputs(graph_module.graph)
-        graphs["backward FLOPs"] = graphs.get("backward FLOPs", 0) + _flops_of(graph_module.graph)
-        return make_boxed_func(graph_module.forward)
-
-    return aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
-        decompositions=select_decomp_table,
-    )
+        self.flops[direction] += _flops_of(graph_module.graph)
+        needed = _peak_beyond_inputs(graph_module.graph)
+        return make_boxed_func(lambda *args: self.live.run(graph_module.forward, args, needed))
 
 
 def _flops_of(graph: fx.Graph) -> int:

@@ -215,9 +215,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     # reduced from a flat fp32 tensor. By then, that layer's activations are free.
     gathered = 2 * gathered_layer
     flat = FP32 * sizes.layer * (1 + 1 / shards)
-    own = 0.0 if work.run.config.compile != "none" else layer  # compiled layers' activations include their gradients
     freed = (act["backward"] - act["first layer"]) / (layers - 1) if place is None and layers > 1 else flat
-    reduced = own + max(held_over, flat - freed)
+    reduced = max(held_over, flat - freed)
     whole = 0.0
     if layout.pp > 1 or shards == 1:
         whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
@@ -239,7 +238,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         "backward": (resident, act["backward"], outside + reduced + max(gathered, whole)),
     }
     if place is None:
-        moments["first layer"] = (gradients, act["first layer"], outside + max(gathered_layer, whole) + own + flat)
+        moments["first layer"] = (gradients, act["first layer"], outside + max(gathered_layer, whole) + flat)
         reduction = FP32 * root + (FP32 * root / shards if shards > 1 else outside)
         in_embedding = compute * sizes.embedding + max(outside + flat, reduction)
         moments["embedding"] = (gradients, act["embedding"], in_embedding)
@@ -279,11 +278,12 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     leaving = largest.counts[:-1] if place.is_last else largest.counts
     arriving = largest.counts[1:] if place.rank == 0 else largest.counts
     traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
-    in_layer = act.in_layer(work.sequences) + work.traveling(work.recomputed > 0)
+    in_layer = act.in_layer(work.sequences) + work.traveling
     if place.is_last:
         in_layer -= act.outside(work.sequences) - act.before(work.sequences)
+    last = act.hidden(work.sequences)
     return {
-        "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
+        "loss": kept_at(at_loss) + last + loss_bytes(work, work.compute, last),
         "norm": kept_at(at_loss) + act.norm(work.sequences),
         "backward": kept_at(largest) + in_layer,
         "traveling": hidden * traveling,

@@ -121,7 +121,9 @@ class Work:
 
     @property
     def forward_pass(self) -> ForwardPass:
-        call = replace(self.run.forward_pass, experts_apart=self.layout.ep > 1)
+        layout = self.layout
+        keeps_gradients = layout.is_mesh and layout.pp == 1
+        call = replace(self.run.forward_pass, expert_ranks=layout.ep, keeps_gradients=keeps_gradients)
         has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
         return replace(call, sequences=self.sequences) if has_budget else call
 
@@ -212,11 +214,10 @@ class Work:
         is_last_recomputed = is_recomputed(layers - 1, self.recomputed)
         before = activations.before(n)
         of_norm = activations.outside(n) - before
-        in_layer = activations.in_layer(n) + self.traveling(is_last_recomputed) + is_last_recomputed * exchanged
-        in_first = activations.first(n) + self.traveling(self.recomputed > 0) + exchanged
+        in_layer = activations.in_layer(n) + self.traveling + is_last_recomputed * exchanged
+        in_first = activations.first(n) + self.traveling + exchanged
         return {
-            # The last layer's forward pass needs four copies of the rows: sent, computed, returned and weighted.
-            "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
+            "loss": kept + max(hidden + loss_bytes(self, weight_bytes, hidden), activations.forward(n)),
             "norm": kept + waiting + hidden + activations.norm(n),
             "backward": kept - of_norm + waiting + hidden + in_layer,
             "first layer": before + waiting + hidden + in_first,
@@ -234,33 +235,15 @@ class Work:
         return self.activations.recomputed if has_budget else self.recomputed
 
     @property
-    def rows(self) -> float:
-        """Bytes of a layer's expert inputs, assuming balanced load; 0 without ep.
-
-        There is one row per token and chosen expert.
-        """
-        if self.layout.ep == 1:
-            return 0.0
-        return self.compute * self.tokens * self.sizes.choices * self.sizes.width
-
-    @property
     def kept_by_exchanges(self) -> float:
         """Additional bytes that a layer saves for its backward pass with cp: attention's output after the exchange."""
         return self.compute * self.tokens * self.sizes.width if self.layout.cp > 1 else 0.0
 
-    def traveling(self, is_recomputed: bool) -> float:
-        """Returns the bytes in flight in a layer's backward pass, which may recompute the layer first.
-
-        With cp, these are query, key, value and output. With ep, they are the received rows. If experts run outside
-        a compiled layer and are recomputed, their forward pass needs four copies of the rows.
-        """
+    @property
+    def traveling(self) -> float:
+        """Bytes in flight in a layer's backward pass with cp: query, key, value and output."""
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
-        rows = self.rows
-        if rows and is_recomputed and self.run.config.compile != "none":
-            traced = self.run.trace(self.in_bf16(replace(self.forward_pass, activation_checkpointing="none")))
-            in_graph = traced.in_layer(self.sequences) - traced.hidden(self.sequences)
-            rows = max(rows, 4 * rows - in_graph)
-        return self.compute * self.tokens * channels + rows
+        return self.compute * self.tokens * channels
 
 
 @dataclass(frozen=True)
