@@ -611,7 +611,7 @@ def _is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags or any(word in str(node.target) for word in FUSED)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kernel:
     """A matmul, an attention kernel, or several fused operations."""
 
@@ -626,15 +626,15 @@ class _Kernel:
 def _kernels_of(graph: fx.Graph) -> list[_Kernel]:
     """Returns the graph's kernels in order. The first one writes the inputs, and the last one reads the outputs.
 
-    As in torch.compile, a fused operation becomes part of an earlier kernel that reads one of the same tensors and has
-    as many elements, if all its inputs exist by then.
+    As in torch.compile, a fused operation becomes part of a kernel that reads one of the same tensors and has as many
+    elements, if its inputs don't depend on that kernel.
     """
     written: set[int] = set()
     for node in graph.nodes:
         if not _is_fused(node):
             written.update(*map(_storage_of, (node, *node.all_input_nodes)))
     kernels = [_Kernel(set(), {})]
-    writers: dict[int, int] = {}
+    writers: dict[int, _Kernel] = {}
     reads_of: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         new = {key: size for key, size in _storage_of(node).items() if key in written and key not in writers}
@@ -642,26 +642,41 @@ def _kernels_of(graph: fx.Graph) -> list[_Kernel]:
         reads = set().union(*(_storage_of(x).keys() & written or reads_of[x] for x in operands))
         reads_of[node] = reads
         if node.op == "placeholder":
-            kernels[0].writes |= new
-            place = 0
-        elif _is_fused(node):
-            if not new:
-                continue
+            kernel = kernels[0]
+        elif not _is_fused(node):
+            kernel = _Kernel(reads, {})
+            kernels.append(kernel)
+        elif new:
             elements = node.meta["val"].numel()
-            begin = max((writers[key] for key in reads), default=0) + 1
-            found = (
-                n for n in range(begin, len(kernels)) if kernels[n].elements == elements and kernels[n].reads & reads
-            )
-            place = next(found, len(kernels))
-            if place == len(kernels):
-                kernels.append(_Kernel(set(), {}, elements))
-            kernels[place].reads |= reads
-            kernels[place].writes |= new
+            needed = _needed_for(reads, writers)
+            able = [each for each in kernels if each.elements == elements and each.reads & reads]
+            kernel = next((each for each in able if each not in needed), _Kernel(set(), {}, elements))
+            if kernel not in kernels or needed & {*kernels[kernels.index(kernel) :]}:
+                # The kernel waits for the operation's inputs.
+                kernels = [each for each in kernels if each is not kernel] + [kernel]
+            kernel.reads |= reads
         else:
-            place = len(kernels)
-            kernels.append(_Kernel(reads, new))
-        writers |= dict.fromkeys(new, place)
-    return kernels
+            continue
+        kernel.writes |= new
+        writers |= dict.fromkeys(new, kernel)
+    ordered: dict[_Kernel, None] = {}
+    while len(ordered) < len(kernels):
+        waiting = [each for each in kernels if each not in ordered]
+        ready = next(each for each in waiting if all(writers[key] in ordered for key in each.reads))
+        ordered[ready] = None
+    return list(ordered)
+
+
+def _needed_for(reads: set[int], writers: dict[int, _Kernel]) -> set[_Kernel]:
+    """Returns the kernels that write these storages, and all kernels that those depend on."""
+    found: set[_Kernel] = set()
+    keys = list(reads)
+    while keys:
+        kernel = writers[keys.pop()]
+        if kernel not in found:
+            found.add(kernel)
+            keys += kernel.reads
+    return found
 
 
 def _peak_beyond_inputs(graph: fx.Graph) -> float:
