@@ -256,6 +256,8 @@ class ForwardPass:
     """False to trace an MoE model's layers without experts."""
     expert_ranks: int = 1
     """Number of processes that share a layer's experts and exchange rows with each other, assuming balanced load."""
+    token_shares: int = 1
+    """Number of tensor-parallel processes that each send their share of the tokens to the experts."""
     keeps_gradients: bool = False
     """True if the layer's gradients stay in memory until the end of its backward pass, as with fully_shard."""
     fp8: bool = False
@@ -271,29 +273,26 @@ def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         keyed = KeyedConfig.of(model_config)
-        found = _trace(keyed, call)
-        share = _share_without_experts(model_config)
-        if not share:
-            return found
-        dense = _trace(keyed, replace(call, has_experts=False))
-        return replace(found, per_layer=share * dense.per_layer + (1 - share) * found.per_layer)
+        share = call.activation_checkpointing
+        traces = []
+        for number, has_experts in enumerate(_layers_with_experts(model_config)):
+            mode = share
+            if isinstance(share, float):
+                mode = "full" if is_recomputed(number, share) else "none"
+            traces.append(_trace(keyed, replace(call, activation_checkpointing=mode, has_experts=has_experts)))
+        per_layer = sum(trace.per_layer for trace in traces) / len(traces)
+        return replace(traces[-1], per_layer=per_layer, first=traces[0].first)
 
 
-def _share_without_experts(model_config: Any) -> float:
-    """Returns the fraction of an MoE model's layers that have no experts; 0 for a dense model."""
+def _layers_with_experts(model_config: Any) -> list[bool]:
+    """Returns for each layer whether it has experts; all True for a dense model."""
     model = shared_meta_model(model_config)
     routers = {router.module for router in routers_of(model)}
-    layers = layers_of(model)
-    return sum(routers.isdisjoint(layer.modules()) for layer in layers) / len(layers) if routers else 0.0
+    return [not routers or not routers.isdisjoint(layer.modules()) for layer in layers_of(model)]
 
 
 @functools.lru_cache(maxsize=64)
 def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
-    share = call.activation_checkpointing
-    if isinstance(share, float):
-        none, full = (_trace(keyed, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
-        last = full if is_recomputed(keyed.config.num_hidden_layers - 1, share) else none
-        return replace(last, per_layer=full.per_layer * share + none.per_layer * (1 - share), first=full.first)
     model_config = keyed.config
     has_kinds = call.mixers and not _follow_layers(model_config)
     kinds = list(getattr(model_config, "layer_types", None) or []) if has_kinds else []
@@ -358,7 +357,7 @@ def _measure(
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers), call.has_experts)
     if call.expert_ranks > 1:
         for experts in expert_modules(model).values():
-            _divide_experts(experts, call.expert_ranks)
+            _divide_experts(experts, call.expert_ranks, call.token_shares)
     checkpoint_activations(model, call.activation_checkpointing)
     budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
     # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
@@ -423,7 +422,20 @@ class _Exchange(torch.autograd.Function):
         return torch.empty_like(grad)
 
 
-def _divide_experts(experts: nn.Module, ranks: int) -> None:
+class _Gather(torch.autograd.Function):
+    """An all-gather of each process's share of the tokens."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = len(part)
+        return part.new_empty(tokens, part.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[: ctx.tokens], None
+
+
+def _divide_experts(experts: nn.Module, ranks: int, shares: int) -> None:
     """Stands in for pretrain.parallel.expert_parallel.divide_experts. Allocates and saves the same tensors."""
     compute = experts.forward
     for name, parameter in experts.named_parameters(recurse=False):
@@ -432,6 +444,9 @@ def _divide_experts(experts: nn.Module, ranks: int) -> None:
 
     @torch.compiler.disable
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        tokens = len(hidden_ND)
+        if shares > 1:
+            hidden_ND, chosen_NK, weights_NK = (x[: tokens // shares] for x in (hidden_ND, chosen_NK, weights_NK))
         order = chosen_NK.flatten().argsort()
         rows = _Exchange.apply(hidden_ND[order // chosen_NK.shape[-1]])
         rows = compute(rows, order[:, None], torch.ones_like(order[:, None], dtype=rows.dtype))
@@ -439,7 +454,8 @@ def _divide_experts(experts: nn.Module, ranks: int) -> None:
         rows = torch.empty_like(returned)
         rows[order] = returned
         rows = rows.view(*weights_NK.shape, -1)
-        return (rows * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
+        out_ND = (rows * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
+        return _Gather.apply(out_ND, tokens) if shares > 1 else out_ND
 
     experts.forward = forward
 

@@ -263,7 +263,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatches_per_stage
     per_layer = act.per_layer(work.sequences) + (1 - work.recomputed) * work.kept_by_exchanges
     # Until the weight gradients are computed, torch keeps the gradient of each matmul's output.
-    per_waiting_layer = work.compute * work.tokens * results_of_layer(work.sizes)
+    per_waiting_layer = work.compute * work.tokens * results_of_layer(work)
 
     def kept_at(moment: Underway) -> float:
         parts = zip(moment.counts, moment.waiting, place.layers, strict=True)
@@ -292,13 +292,15 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     }
 
 
-def results_of_layer(sizes: Sizes) -> int:
+def results_of_layer(work: Work) -> int:
     """Returns the number of elements per token in the outputs of a layer's matrices and norms."""
+    sizes = work.sizes
     shapes = sizes.shapes
     given = 0
     for name, shape in shapes.shapes.items():
         if name in shapes.experts:
-            given += sizes.choices * shape[1]
+            # With ep, each tensor-parallel rank sends its share of the tokens to the experts.
+            given += sizes.choices * shape[1] // (work.layout.tp if work.layout.ep > 1 else 1)
         elif len(shape) == 2 and name not in shapes.embeddings and not is_output_head(name):
             given += shape[1] if name in shapes.transposed else shape[0]
         elif name.endswith("weight") and len(shape) == 1:

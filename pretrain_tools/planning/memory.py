@@ -19,7 +19,7 @@ from pretrain.model.build import KeyedConfig, build_meta_model, library_attentio
 from pretrain.model.compile import is_recomputed, layers_of
 from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
-from pretrain.model.routers import TOP_K, experts_per_token, routers_of
+from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
@@ -123,7 +123,12 @@ class Work:
     def forward_pass(self) -> ForwardPass:
         layout = self.layout
         keeps_gradients = layout.is_mesh and layout.pp == 1
-        call = replace(self.run.forward_pass, expert_ranks=layout.ep, keeps_gradients=keeps_gradients)
+        call = replace(
+            self.run.forward_pass,
+            expert_ranks=layout.ep,
+            token_shares=layout.tp if layout.ep > 1 else 1,
+            keeps_gradients=keeps_gradients,
+        )
         has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
         return replace(call, sequences=self.sequences) if has_budget else call
 
@@ -442,11 +447,7 @@ class PlannedRun:
 
 
 def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
-    """Returns the model config of a tensor-parallel rank, with its share of the heads and intermediate width.
-
-    With ep, a tp rank sends its share of the tokens to experts. Its config has fewer experts per token instead, for
-    the same number of rows.
-    """
+    """Returns the model config of a tensor-parallel rank, with its share of the heads and intermediate width."""
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -455,8 +456,6 @@ def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
         names.append("intermediate_size")
     if splits_experts:
         names.append("moe_intermediate_size")
-    else:
-        names += TOP_K
     for name in names:
         if getattr(part, name, None):
             setattr(part, name, max(1, getattr(part, name) // shares))

@@ -148,7 +148,7 @@ def trace_only(strategies, monkeypatch) -> None:
         (name,) = considered
         is_used = call.weights == torch.float32 and not call.autocast
         is_used |= USES_AUTOCAST.get(name, call.autocast) == call.autocast
-        return trace(model_config, call) if name in strategies and is_used else Activations(*[Line([0.0, 0.0])] * 7)
+        return trace(model_config, call) if name in strategies and is_used else Activations(*[Line([0.0, 0.0])] * 8)
 
     monkeypatch.setattr(report, "consider", consider_now)
     monkeypatch.setattr(memory, "trace_activations", trace_or_formula)

@@ -243,6 +243,13 @@ FURTHER = [
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing=MemoryBudget(memory_budget=0.4)),
     MemorySetup("ep", "deepseek_v3_500m", layers=3),
+    MemorySetup("ep", "deepseek_v3_500m", layers=4, checkpointing=0.5),
+    MemorySetup("ep", "deepseek_v3_500m", compiled=False, layers=3),
+    *(
+        MemorySetup(strategy, "deepseek_v3_500m", compiled, layers=3, checkpointing="full")
+        for strategy, compiled in (("ep", True), ("ep", False), ("fsdp2", False))
+    ),
+    MemorySetup("fsdp2", "gpt2_124m", layers=3, vocabulary=4096, checkpointing="full"),
     *(
         MemorySetup(strategy, "qwen3_moe_500m", compiled, layers=4, checkpointing=0.5)
         for strategy in ("ep", "fsdp2")
