@@ -71,12 +71,13 @@ def test_layers_of_two_sizes_are_counted_and_traced_separately():
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
     assert layers[0] < layers[1] == sizes.layer and sum(layers) == sizes.in_layers
     assert sizes.root == model.model.embed_tokens.weight.numel() + dense_first.hidden_size
-    all_sparse = load_model_config("model_configs/deepseek_v3_4m.json")
-    all_sparse.first_k_dense_replace = 0
     call = ForwardPass(WindowSpec(64, True), torch.float32, autocast=False)
-    mixed, sparse = (trace_activations(config, call) for config in (dense_first, all_sparse))
-    dense = trace_activations(all_sparse, replace(call, has_experts=False))
-    assert mixed == replace(sparse, per_layer=mixed.per_layer)
+    traces = []
+    for first_sparse in (1, 0, len(layers)):
+        dense_first.first_k_dense_replace = first_sparse
+        traces.append(trace_activations(dense_first, call))
+    mixed, sparse, dense = traces
+    assert mixed == replace(sparse, per_layer=mixed.per_layer, first=dense.first)
     assert dense.per_layer(1) < 0.9 * sparse.per_layer(1)
     assert len(layers) * mixed.per_layer(1) == pytest.approx(
         dense.per_layer(1) + (len(layers) - 1) * sparse.per_layer(1)
