@@ -285,10 +285,10 @@ def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
 
 
 def _layers_with_experts(model_config: Any) -> list[bool]:
-    """Returns for each layer whether it has experts; all True for a dense model."""
+    """Returns for each layer whether it has experts."""
     model = shared_meta_model(model_config)
     routers = {router.module for router in routers_of(model)}
-    return [not routers or not routers.isdisjoint(layer.modules()) for layer in layers_of(model)]
+    return [not routers.isdisjoint(layer.modules()) for layer in layers_of(model)]
 
 
 @functools.lru_cache(maxsize=64)
