@@ -1,8 +1,8 @@
 """Estimates activation memory by running the model on fake tensors.
 
-The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers
-save fewer tensors than eager ones, so their tensors are counted in the graphs from torch.compile's partitioner (a
-minimum cut between forward and backward, arXiv 2111.13257).
+The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers run
+the graphs from torch.compile's partitioner (a minimum cut between forward and backward, arXiv 2111.13257), and their
+memory is computed from the tensors that these graphs would write.
 
 Sizes are in bytes and linear in the number of sequences: a `Line` is a polynomial with the coefficients
 [fixed, per sequence].
@@ -316,6 +316,8 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
         compiler = Compiler() if call.compiled else None
         for layers in (1, 2):
             measured[layers, n] = _measure(model_config, layers, n, call, compiler)
+        if compiler is not None:
+            torch.compiler.reset()  # otherwise these graphs would count toward the limit on recompilations
 
     def line(key: str, layers: int) -> Line:
         if call.sequences:
