@@ -1,8 +1,8 @@
 """Estimates activation memory by running the model on fake tensors.
 
-The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers run
-the graphs from torch.compile's partitioner (a minimum cut between forward and backward, arXiv 2111.13257), and their
-memory is computed from the tensors that these graphs would write.
+The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers
+run the graphs from torch.compile's partitioner (a minimum cut between forward and backward, arXiv 2111.13257), and
+their memory is computed from the tensors that these graphs would write.
 
 Sizes are in bytes and linear in the number of sequences: a `Line` is a polynomial with the coefficients
 [fixed, per sequence].
