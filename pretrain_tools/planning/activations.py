@@ -253,7 +253,7 @@ class ForwardPass:
     half: torch.dtype = torch.bfloat16
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
     has_experts: bool = True
-    """False to trace an MoE model's layers without experts."""
+    """False to trace layers without experts. `trace_activations` sets this for each layer."""
     expert_ranks: int = 1
     """Number of processes that share a layer's experts and exchange rows with each other, assuming balanced load."""
     token_shares: int = 1

@@ -216,7 +216,9 @@ def test_largest_micro_batch_is_found_by_bisection(found, recipe, monkeypatch):
     case = case_of(recipe, gpus=2)
     gpu = replace(case.hardware.gpu, memory_bytes=((found or 0.5) + CONTEXT_BYTES + COMMUNICATION_BYTES) / 0.92)
     case = replace(case, hardware=replace(case.hardware, gpu=gpu))
-    assert consider_layout(layout("ddp", 2), case).largest_micro_batch == found
+    considered = consider_layout(layout("ddp", 2), case)
+    assert considered.largest_micro_batch == found
+    assert (considered.planned_memory and considered.planned_memory.total) == considered.micro_batch
 
 
 def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
@@ -249,7 +251,11 @@ def test_shards_have_their_share_of_8_bit_moments(recipe):
 def test_a_batch_that_does_not_divide_is_reported(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "3"))
     assert "is not a multiple of 3 sequences per micro-batch x 64 tokens x 8 processes" in "\n".join(remarks(plan))
-    assert f"--batch.sequences_per_micro_batch {plan.recommended.micro_batch}" in plan.command
+    chosen = plan.recommended
+    assert f"--batch.sequences_per_micro_batch {chosen.micro_batch}" in plan.command
+    size = f"{chosen.planned_memory.total / GIB:.1f} GB per GPU"
+    said = f"{chosen.micro_batch} sequences per micro-batch instead of 3 ({size})"
+    assert said in "\n".join(remarks(plan))
 
 
 def test_the_choice_among_equals_has_a_reason():
