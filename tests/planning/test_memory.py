@@ -1,5 +1,6 @@
 """Tests memory predictions against real tensors, a measured peak and each other."""
 
+import gc
 import json
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.registry import load_extensions
+from pretrain_tools.planning import activations
 from pretrain_tools.planning.activations import AutocastOfGPUs, ForwardPass, trace_activations
 from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.footprints import footprint
@@ -151,6 +153,21 @@ def test_a_trace_can_be_the_first_to_use_the_attention_kernel(model_config):
     bf16_cpu_attention.why_not.cache_clear()
     call = ForwardPass(WindowSpec(96, False), torch.float32, autocast=True, attention="groundwork_sdpa")
     assert trace_activations(model_config, call).per_layer(1) > 0
+
+
+@pytest.mark.parametrize("threshold", [0, 20])  # 0 turns garbage collection off
+def test_a_compiled_trace_does_not_depend_on_garbage_collection(model_config, threshold):
+    call = ForwardPass(WindowSpec(96, True), torch.bfloat16, autocast=False, compiled=True)
+    expected = dict(vars(trace_activations(model_config, call)))
+    activations._trace.cache_clear()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(threshold, 2, 2)
+    try:
+        found = vars(trace_activations(model_config, call))
+    finally:
+        gc.set_threshold(*thresholds)
+    expected.pop("recomputed")
+    assert {name: list(found[name]) for name in expected} == {name: list(line) for name, line in expected.items()}
 
 
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):
