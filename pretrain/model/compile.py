@@ -189,15 +189,17 @@ def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
     return sorted(found)
 
 
-def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
+def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget, **settings: Any) -> None:
     """Enables activation checkpointing.
 
-    mode: none, full (every block), or the share of blocks to checkpoint, rounded up. These blocks are evenly spaced,
-    so the share also applies to each pipeline stage. Memory budgets are set in `compile_model` instead.
+    Args:
+        mode: none, full (every block), or the share of blocks to checkpoint, rounded up. These blocks are evenly
+            spaced, so the share also applies to each pipeline stage. `compile_model` sets memory budgets instead.
+        settings: arguments of torch.utils.checkpoint.checkpoint.
     """
     if mode == "none" or isinstance(mode, MemoryBudget):
         return
-    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **settings})
     if mode == "full":
         return
     for index, layer in enumerate(layers_of(causal_lm)):

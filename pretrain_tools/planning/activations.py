@@ -11,6 +11,7 @@ Sizes are in bytes and linear in the number of sequences: a `Line` is a polynomi
 import contextlib
 import copy
 import functools
+import gc
 import math
 import warnings
 import weakref
@@ -314,9 +315,9 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     measured: dict[tuple[int, int], dict[str, float]] = {}
     for n in counts:
         compiler = Compiler() if call.compiled else None
-        # The first run compiles the layers. Until Python collects garbage, the compiler may keep tensors in memory.
-        for layers in (1, 1, 2):
-            measured[layers, n] = _measure(model_config, layers, n, call, compiler)
+        with _without_garbage_collection():
+            for layers in (1, 2):
+                measured[layers, n] = _measure(model_config, layers, n, call, compiler)
         if compiler is not None:
             torch.compiler.reset()  # otherwise these graphs would count toward the limit on recompilations
 
@@ -343,6 +344,18 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     )
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Turns Python's garbage collection off, as its timing changes which of the compiler's tensors count."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
     config = copy.deepcopy(model_config)
     config.layer_types = [kind] * len(model_config.layer_types)
@@ -361,7 +374,9 @@ def _measure(
     if call.expert_ranks > 1:
         for experts in expert_modules(model).values():
             _divide_experts(experts, call.expert_ranks, call.token_shares)
-    checkpoint_activations(model, call.activation_checkpointing)
+    checkpoint_activations(
+        model, call.activation_checkpointing, context_fn=lambda: (contextlib.nullcontext(), _autocast_of_device(call))
+    )
     budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
     # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
     # transposed copies.
@@ -477,10 +492,13 @@ class AutocastOfGPUs(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
+def _autocast_of_device(call: ForwardPass) -> contextlib.AbstractContextManager:
     is_on_gpu = call.attention == FLASH and call.autocast
-    casts = AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
-    with torch.autocast("cpu", call.half, enabled=call.autocast), casts:
+    return AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
+
+
+def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
+    with torch.autocast("cpu", call.half, enabled=call.autocast), _autocast_of_device(call):
         return model.base_model(use_cache=False, **inputs).last_hidden_state
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from pretrain.config import MemoryBudget, RunConfig, WindowSpec
 from pretrain.model import bf16_cpu_attention
@@ -100,6 +101,16 @@ def test_powers_run_in_fp32_as_with_autocast_on_gpus():
     with AutocastOfGPUs():
         assert torch.pow(half, 3.0).dtype == (half**2).dtype == torch.float32
         assert torch.pow(10000.0, half).dtype == (half * 2).dtype == torch.bfloat16, "not cast"
+
+
+def test_layers_with_ops_that_autocast_runs_in_fp32_can_be_recomputed():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0)
+    call = ForwardPass(WindowSpec(64, True), torch.float32, autocast=True)
+    kept, recomputed = (
+        trace_activations(config, replace(call, activation_checkpointing=mode)).per_layer(1)
+        for mode in ("none", "full")
+    )
+    assert recomputed == 64 * 64 * 2 < kept / 10, "only the layer's bf16 input is kept"
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("nvme")])

@@ -263,6 +263,10 @@ FURTHER = [
     *(MemorySetup("fsdp2", model, layers=3, checkpointing="full") for model in ("qwen3_moe_500m", "deepseek_v3_500m")),
     MemorySetup("ddp", "gpt2_124m", compiled=False, layers=3),
     *(
+        MemorySetup(strategy, "gpt2_124m", compiled=False, layers=3, vocabulary=4096, checkpointing="full")
+        for strategy in ("ddp", "fsdp2")
+    ),
+    *(
         MemorySetup(strategy, "llama_125m", compiled=False, layers=4, vocabulary=4096, checkpointing="full")
         for strategy in ("single", "fsdp2")
     ),
