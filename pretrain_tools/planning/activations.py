@@ -374,9 +374,8 @@ def _measure(
     if call.expert_ranks > 1:
         for experts in expert_modules(model).values():
             _divide_experts(experts, call.expert_ranks, call.token_shares)
-    checkpoint_activations(
-        model, call.activation_checkpointing, context_fn=lambda: (contextlib.nullcontext(), _autocast_of_device(call))
-    )
+    contexts = {"context_fn": lambda: (contextlib.nullcontext(), AutocastOfGPUs())}  # forward pass, recomputation
+    checkpoint_activations(model, call.activation_checkpointing, **(contexts if _has_autocast_of_gpus(call) else {}))
     budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
     # Weights gathered in fp8 are tensor subclasses. torch doesn't treat most of them as parameters, and saves their
     # transposed copies.
@@ -492,13 +491,13 @@ class AutocastOfGPUs(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _autocast_of_device(call: ForwardPass) -> contextlib.AbstractContextManager:
-    is_on_gpu = call.attention == FLASH and call.autocast
-    return AutocastOfGPUs() if is_on_gpu and not call.compiled else contextlib.nullcontext()
+def _has_autocast_of_gpus(call: ForwardPass) -> bool:
+    return call.attention == FLASH and call.autocast and not call.compiled
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
-    with torch.autocast("cpu", call.half, enabled=call.autocast), _autocast_of_device(call):
+    casts = AutocastOfGPUs() if _has_autocast_of_gpus(call) else contextlib.nullcontext()
+    with torch.autocast("cpu", call.half, enabled=call.autocast), casts:
         return model.base_model(use_cache=False, **inputs).last_hidden_state
 
 
