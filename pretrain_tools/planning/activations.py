@@ -157,6 +157,8 @@ TRACED_LENGTH = 256
 class LiveBytes(TorchDispatchMode):
     """Tracks the current and peak bytes of live storages, from dispatched calls and calls to `add`."""
 
+    supports_higher_order_operators = True  # recomputed graphs with dropout save the state of the generator
+
     def __init__(self):
         super().__init__()
         self.now = 0
@@ -621,7 +623,8 @@ def _flops_of(graph: fx.Graph) -> int:
 def _storage_of(node: fx.Node) -> dict[int, int]:
     """Returns {storage ID: bytes} for a node's tensor, or {} for other nodes. Views share their storage."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
+    # Only states of random number generators have symbolic sizes. They are small.
+    if not isinstance(value, Tensor) or not isinstance(value.numel(), int):
         return {}
     storage = value.untyped_storage()
     # Use the private ID, because fake storages have no address and each call creates a new Python object.

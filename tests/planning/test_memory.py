@@ -113,6 +113,16 @@ def test_layers_with_ops_that_autocast_runs_in_fp32_can_be_recomputed():
     assert recomputed == 64 * 64 * 2 < kept / 10, "only the layer's bf16 input is kept"
 
 
+def test_compiled_layers_with_dropout_can_be_recomputed():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0)
+    assert config.resid_pdrop == 0.1
+    call = ForwardPass(
+        WindowSpec(64, True), torch.float32, autocast=True, activation_checkpointing="full", compiled=True
+    )
+    states = trace_activations(config, call).per_layer(1) - 64 * 64 * 2  # besides the layer's bf16 input
+    assert 0 <= states <= 3 * torch.get_rng_state().nbytes, "one state of the random number generator per dropout"
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("nvme")])
 def test_an_average_is_four_bytes_of_each_parameter_that_a_process_updates(model_file, model_config, name):
     plain, averaging = (run_config(model_file, averaging={"kind": kind}) for kind in ("none", "ema"))
