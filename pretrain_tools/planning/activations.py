@@ -348,7 +348,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Turns Python's garbage collection off, as its timing changes which of the compiler's tensors count."""
+    """Disables garbage collection, whose timing changes which of the compiler's tensors are counted."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

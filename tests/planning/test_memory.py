@@ -88,7 +88,7 @@ def test_layers_of_two_sizes_are_counted_and_traced_separately():
 
 
 def test_narrower_values_are_padded_for_documents():
-    """Without documents, attention saves a view into a tensor that holds both keys and values."""
+    """Unpadded values are a slice of the tensor that also holds the keys, and autograd saves all of it."""
     latent = load_model_config("model_configs/deepseek_v3_4m.json")
     calls = [ForwardPass(WindowSpec(64, documents), torch.bfloat16, autocast=False) for documents in (True, False)]
     packed, undivided = (trace_activations(latent, call).per_layer(1) for call in calls)
