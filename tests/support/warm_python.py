@@ -424,6 +424,7 @@ if __name__ == "__main__":
     warm_python.measure_once()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # see conftest.py
     asked = warm_python.become(warm_python.serve())
     del sys.path[0]
     try:
