@@ -43,10 +43,14 @@ demo: .venv/requirements
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/gpu -r $< \
 		&& touch $@ || echo 'requirements-gpu.txt could not be installed, so fp8 and 8-bit AdamW will not be tested'
 
+# Number of test processes: one more than there are cores, but at most six, to limit memory.
+WORKERS = $(shell $(BIN)/python -c 'from pretrain.limits import available_cores; print(min(6, available_cores() + 1))')
+IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # The second command tests fp8 and 8-bit AdamW. It also runs if the first one fails.
 test: .venv/requirements-dev .venv/gpu/requirements
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; status=$$?; \
-	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest tests/model/test_fp8.py tests/parallel/test_fp8_gathers.py \
+	$(BIN)/python -m pytest $(IN_PARALLEL); status=$$?; \
+	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest $(IN_PARALLEL) tests/model/test_fp8.py tests/parallel/test_fp8_gathers.py \
 		tests/optim/test_optimizers.py tests/parallel/test_adamw_8bit.py tests/planning/test_step_memory.py \
 		tests/parallel/test_mesh.py::test_fp8_differs_from_one_process_only_by_rounding -k 'fp8 or 8bit' \
 		&& exit $$status
