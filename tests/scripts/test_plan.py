@@ -286,6 +286,12 @@ def test_a_plan_where_nothing_fits(recipe):
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
 
 
+def test_a_plan_where_no_strategy_can_run(recipe):
+    plan = plan_of(recipe, gpus=3)
+    assert plan.recommended is None and not any(candidate.memory for candidate in plan.candidates)
+    assert remarks(plan)[-1] == "No strategy can run this recipe on 3 x h100: fix one of the problems above."
+
+
 LONG = (
     ("data.sequence_length", "64k"), ("model.max_position_embeddings", "65536"), ("batch.tokens_per_step", "512k"),
     ("batch.sequences_per_micro_batch", "1"),
