@@ -37,7 +37,7 @@ from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layout, layouts, products
 from pretrain_tools.planning.memory import Memory, PlannedRun, sizes_of
 from pretrain_tools.planning.plan_options import find_gpu
-from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
+from pretrain_tools.planning.report import PARTS, build_plan, comment_of, facts, plan_json, plan_verdict, remarks
 from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware, StepTime
 from pretrain_tools.planning.traffic import Links
 from support.project import ROOT, run_script
@@ -226,6 +226,7 @@ def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     memory = candidate(auto, "ddp").memory
     assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
     assert candidate(auto, "fsdp2").memory == candidate(fp32, "fsdp2").memory
+    assert facts(auto)["GPUs"] == "2 x t4, 65 TFLOP/s dense fp16, 15 GB"
 
 
 def test_what_cannot_run_is_reported_with_the_reason(recipe):
