@@ -4,6 +4,7 @@ import bisect
 import collections
 import itertools
 import math
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -396,15 +397,16 @@ def command_of(
 ) -> str:
     """Formats the launch command."""
     # The plan's micro-batch overrides the one on the command line.
-    settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
-    if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
-        settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
+    kept = [(key, value) for key, value in overrides if key != "batch.sequences_per_micro_batch"]
+    settings = [word for key, value in kept for word in (f"--{key}", value)]
+    if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(kept) != len(overrides):
+        settings += ["--batch.sequences_per_micro_batch", str(candidate.micro_batch)]
     layout = candidate.layout
     launch = f"{layout.launcher} --config_file accelerate_configs/{layout.name}.yaml --num_processes {hardware.gpus}"
     launch += layout.options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
-    return " ".join([f"{launch} train.py --config {config_path}", *settings])
+    return f"{launch} {shlex.join(['train.py', '--config', config_path, *settings])}"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 from dataclasses import replace
 
@@ -124,6 +125,14 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     several = plan_of(recipe, ("optim.learning_rate", "2e-3"), gpus=16, machines=2)
     assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in several.command
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
+
+
+def test_commands_are_quoted_for_the_shell(recipe, printed):
+    value = "{half_life_fraction: 0.1, kind: ema}"
+    plan = plan_of(recipe, ("averaging", value), gpus=1, mfu=0.4)
+    assert shlex.split(plan.command)[-2:] == ["--averaging", value]
+    words = ["--config", str(recipe), "--averaging", value]
+    assert shlex.join(["plan.py", *words]) in printed(*words, "--comment").replace("\n#   ", " ")
 
 
 def case_of(recipe, *overrides, gpus, machines=1):
