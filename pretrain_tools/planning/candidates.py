@@ -228,8 +228,11 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     memory = case.memory(layout, micro_batch)
     usable = case.hardware.usable_bytes
     fits = memory.total <= usable
-    count = bisect.bisect_right(possible, usable, key=lambda n: case.memory(layout, n).total)
-    largest = possible[count - 1] if count else None
+    largest = possible[-1]
+    # Memory grows with the micro-batch, except that the largest may need no accumulated gradients.
+    if case.memory(layout, largest).total > usable:
+        count = bisect.bisect_right(possible[:-1], usable, key=lambda n: case.memory(layout, n).total)
+        largest = possible[count - 1] if count else None
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest

@@ -230,6 +230,16 @@ def test_largest_micro_batch_is_found_by_bisection(found, recipe, monkeypatch):
     assert (considered.planned_memory and considered.planned_memory.total) == considered.micro_batch
 
 
+def test_the_largest_micro_batch_may_need_less_memory_than_smaller_ones(recipe, monkeypatch):
+    """A step with one micro-step accumulates no gradients."""
+    monkeypatch.setattr(Case, "memory", lambda case, layout, n: Memory(n + 100 * (n < 64), 0, 0, 0, 0, "loss"))
+    case = case_of(recipe, ("batch.sequences_per_micro_batch", "64"), gpus=2)
+    gpu = replace(case.hardware.gpu, memory_bytes=(70 + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION))
+    considered = consider_layout(layout("ddp", 2), replace(case, hardware=replace(case.hardware, gpu=gpu)))
+    assert considered.fits and considered.runs
+    assert considered.largest_micro_batch == considered.micro_batch == 64
+
+
 def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
     memory = candidate(auto, "ddp").memory
