@@ -17,6 +17,7 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters, shared_meta_model
 from pretrain.model.compile import checkpointing_problems
 from pretrain.model.positions import configs_of_stages
+from pretrain.optim.averaging import averaging_problems
 from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
@@ -170,6 +171,21 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
         tokens_per_step=config.batch.tokens_per_step,
         flops_per_token=mean_flops_per_token(config, model_config) + 6 * sizes.terms,
     )
+
+
+def refuse_what_training_rejects(config: RunConfig, model_config: Any, total_steps: int) -> None:
+    """Raises InputError for settings that no strategy supports, using the trainer's checks."""
+    problems = [
+        *checkpointing_problems(config, shared_meta_model(model_config)),
+        *averaging_problems(
+            config.averaging,
+            total_steps=total_steps,
+            exports_average=config.export.weights == "average",
+            rounds_stochastically=config.optim.stochastic_rounding,
+        ),
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
@@ -346,8 +362,8 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # Strategies would check whether this machine supports the precision. The planned precision is checked below.
-    portable = run.config.model_copy(update={"precision": "fp32"})
+    # Strategies would check whether this machine supports fp8 or fp16. The planned precision is checked below.
+    portable = run.config.model_copy(update={"precision": "bf16" if run.is_half else "fp32"})
     # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
         problems = strategy.problems(portable, layout.name)

@@ -257,6 +257,27 @@ def test_what_cannot_run_is_reported_with_the_reason(recipe):
     assert "adamw_8bit is not supported with tp: tp splits matrices by columns" in text
 
 
+def test_settings_that_depend_on_the_precision_are_checked_in_the_planned_precision(recipe):
+    """ZeRO reduces gradients once per step only in fp32."""
+    bf16, fp32 = (plan_of(recipe, ("batch.no_sync", "true"), ("precision", name)) for name in ("bf16", "fp32"))
+    assert candidate(fp32, "zero2").runs and candidate(fp32, "zero3").runs
+    assert candidate(bf16, "fsdp2").runs
+    for name in ("zero2", "zero3"):
+        assert candidate(bf16, name).problems[0].startswith(f"batch.no_sync: not supported with {name} except in fp32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("activation_checkpointing.memory_budget", "0.5"), "does not work with compile: none"),
+        (("averaging", "{kind: tail, tail_fraction: 0.01}"), "averaging.every_steps: 10 averages only"),
+    ],
+)
+def test_settings_that_training_rejects_are_not_planned(recipe, settings, problem):
+    with pytest.raises(InputError, match=problem):
+        plan_of(recipe, settings, gpus=1)
+
+
 def test_shards_have_their_share_of_8_bit_moments(recipe):
     exact, coarse = (plan_of(recipe, ("optim.name", name)) for name in ("adamw", "adamw_8bit"))
     names = ("ddp", "fsdp2", "hsdp")
