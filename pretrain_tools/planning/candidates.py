@@ -22,7 +22,7 @@ from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.parallel.tensor_parallel import plan_problem
-from pretrain.training.run_plan import length_problems, ramp_of, sequences_of
+from pretrain.training.run_plan import length_problems, ramp_of, sequences_of, steps_between
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
@@ -446,12 +446,10 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
     checkpoint += model if config.averaging.kind != "none" else 0
-    every = settings.every_steps
-    if settings.every_tokens:
-        every = max(1, round(settings.every_tokens / work.tokens_per_step))
+    every = steps_between(settings, work, config.interval_scale)
     # plus one at the end
     saves = work.steps // every + 1 if every else 1
-    milestones = work.steps // settings.keep_every if settings.keep_every else 0
+    milestones = work.steps // math.lcm(every, settings.keep_every) if every and settings.keep_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
     export = 4 if config.export.dtype == "fp32" else 2
     return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * (work.sizes.total - work.sizes.terms))

@@ -402,6 +402,9 @@ def test_disk_usage_counts_kept_checkpoints(recipe):
     averaging = config.model_copy(update={"averaging": Averaging(kind="tail")})
     assert storage_of(averaging, work).checkpoint == 16 * total
     assert storage.kept == 2 + 1 + 123 // 50
+    rarer = config.model_copy(update={"interval_scale": 3.0})
+    assert storage_of(rarer, work).kept == 2 + 1, "every 30th step is saved, and the run is shorter than 150 steps"
+    assert storage_of(config.model_copy(update={"interval_scale": 100.0}), work).kept == 1
     assert storage.total == 12 * total * 6 + 2 * total, (
         "the total must include a checkpoint being written, and final/ in bf16"
     )
