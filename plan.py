@@ -55,7 +55,7 @@ def main() -> None:
     if options.json:
         print(plan_json(plan))
     elif options.comment:
-        print(comment_of(plan, " ".join(["plan.py", *(word for word in sys.argv[1:] if word != "--comment")])))
+        print(comment_of(plan, shlex.join(["plan.py", *(word for word in sys.argv[1:] if word != "--comment")])))
     else:
         print_plan(plan)
 

@@ -37,13 +37,16 @@ from pretrain.units import parse_count
 
 
 def parse_fraction(value: Any) -> Any:
-    """Converts '20%' to 0.2. Leaves numbers unchanged."""
-    if isinstance(value, str) and value.strip().endswith("%"):
-        try:
-            return float(value.strip()[:-1]) / 100
-        except ValueError:
-            return value
-    return value
+    """Converts '20%' and '1/5' to 0.2. Leaves numbers unchanged."""
+    if not isinstance(value, str):
+        return value
+    number, slash, divisor = value.partition("/")
+    try:
+        if slash:
+            return float(number) / float(divisor)
+        return float(value.strip()[:-1]) / 100 if value.strip().endswith("%") else value
+    except (ValueError, ZeroDivisionError):
+        return value
 
 
 def parse_names(value: Any) -> Any:

@@ -89,6 +89,16 @@ def test_values_that_yaml_1_1_would_misread(recipe):
     assert "got 'off'" in problems_of(recipe, ("precision", "off"))[0], "off must not be read as false"
 
 
+@pytest.mark.parametrize("given", ["1/3", " 1 / 3 ", "0.3333333333"])
+def test_a_fraction_can_be_written_with_a_slash(recipe, given):
+    assert read_run_config(recipe, [("batch.ramp.from", given)]).batch.ramp_levels == 3
+
+
+@pytest.mark.parametrize("given", ["1/0", "1/", "a/b", "1/2/3", "nan/1", "3/2"])
+def test_a_wrong_fraction_is_rejected(recipe, given):
+    assert "batch.ramp" in problems_of(recipe, ("batch.ramp.from", given))[0]
+
+
 def test_all_problems_are_reported_at_once(recipe):
     recipe.write_text(RECIPE + "chekpoint: {}\nprecision: bf61\n")
     problems = problems_of(

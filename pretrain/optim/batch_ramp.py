@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pretrain.errors import InputError
+from pretrain.units import counted
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def batch_ramp(
         below = sequences_per_step - rest
         nearest = " or ".join(f"{fitting:,}" for fitting in (below, below + parts) if fitting)
         raise InputError(
-            f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
+            f"batch.tokens_per_step: {counted(sequences_per_step, 'sequence')} per step is not a multiple of {parts} "
+            f"ramp levels; nearest: {nearest} sequences"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
     # With floats, a rounding error could move the end of a level by a step.

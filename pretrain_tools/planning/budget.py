@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.config import Budget, Optim, RunConfig
+from pretrain.config import MOST, Budget, Optim, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.model.model_config import padded_vocabulary
@@ -301,12 +301,20 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """Creates a shape's run with at most ENOUGH_TOKENS per micro-batch."""
+    """Creates a shape's run with at most ENOUGH_TOKENS per micro-batch.
+
+    Raises InputError if the budget allows more tokens than a recipe.
+    """
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
+    tokens = budget.tokens_at_mfu(shape)
+    if tokens > MOST:
+        raise InputError(
+            f"budget: {budget.in_words()} allows {tokens:.3g} tokens, but the maximum is {MOST:.3g}; use a smaller "
+            "budget"
+        )
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
     model.write_text(shape.json_text)
-    tokens = budget.tokens_at_mfu(shape)
     batch = batch_of(budget, shape, tokens)
     enough = ENOUGH_TOKENS[hardware.device_type] // shape.sequence_length
     micro_batch = max(1, min(enough, batch // (hardware.gpus * shape.sequence_length)))

@@ -4,6 +4,7 @@ import bisect
 import collections
 import itertools
 import math
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters, shared_meta_model
 from pretrain.model.compile import checkpointing_problems
 from pretrain.model.positions import configs_of_stages
+from pretrain.optim.averaging import averaging_problems
 from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.parallel.tensor_parallel import plan_problem
-from pretrain.training.run_plan import length_problems, ramp_of, sequences_of
+from pretrain.training.run_plan import length_problems, ramp_of, sequences_of, steps_between
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
@@ -171,6 +173,21 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     )
 
 
+def refuse_what_training_rejects(config: RunConfig, model_config: Any, total_steps: int) -> None:
+    """Raises InputError for settings that no strategy supports, using the trainer's checks."""
+    problems = [
+        *checkpointing_problems(config, shared_meta_model(model_config)),
+        *averaging_problems(
+            config.averaging,
+            total_steps=total_steps,
+            exports_average=config.export.weights == "average",
+            rounds_stochastically=config.optim.stochastic_rounding,
+        ),
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
     """Averages the FLOPs per token over the run's stages, which may have different sequence lengths.
 
@@ -227,8 +244,11 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     memory = case.memory(layout, micro_batch)
     usable = case.hardware.usable_bytes
     fits = memory.total <= usable
-    count = bisect.bisect_right(possible, usable, key=lambda n: case.memory(layout, n).total)
-    largest = possible[count - 1] if count else None
+    largest = possible[-1]
+    # Memory grows with the micro-batch, except that the largest may need no accumulated gradients.
+    if case.memory(layout, largest).total > usable:
+        count = bisect.bisect_right(possible[:-1], usable, key=lambda n: case.memory(layout, n).total)
+        largest = possible[count - 1] if count else None
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
@@ -342,8 +362,8 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # Strategies would check whether this machine supports the precision. The planned precision is checked below.
-    portable = run.config.model_copy(update={"precision": "fp32"})
+    # Strategies would check whether this machine supports fp8 or fp16. The planned precision is checked below.
+    portable = run.config.model_copy(update={"precision": "bf16" if run.is_half else "fp32"})
     # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
         problems = strategy.problems(portable, layout.name)
@@ -396,15 +416,16 @@ def command_of(
 ) -> str:
     """Formats the launch command."""
     # The plan's micro-batch overrides the one on the command line.
-    settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
-    if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
-        settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
+    kept = [(key, value) for key, value in overrides if key != "batch.sequences_per_micro_batch"]
+    settings = [word for key, value in kept for word in (f"--{key}", value)]
+    if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(kept) != len(overrides):
+        settings += ["--batch.sequences_per_micro_batch", str(candidate.micro_batch)]
     layout = candidate.layout
     launch = f"{layout.launcher} --config_file accelerate_configs/{layout.name}.yaml --num_processes {hardware.gpus}"
     launch += layout.options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
-    return " ".join([f"{launch} train.py --config {config_path}", *settings])
+    return f"{launch} {shlex.join(['train.py', '--config', config_path, *settings])}"
 
 
 @dataclass(frozen=True)
@@ -425,12 +446,10 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
     checkpoint += model if config.averaging.kind != "none" else 0
-    every = settings.every_steps
-    if settings.every_tokens:
-        every = max(1, round(settings.every_tokens / work.tokens_per_step))
+    every = steps_between(settings, work, config.interval_scale)
     # plus one at the end
     saves = work.steps // every + 1 if every else 1
-    milestones = work.steps // settings.keep_every if settings.keep_every else 0
+    milestones = work.steps // math.lcm(every, settings.keep_every) if every and settings.keep_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
     export = 4 if config.export.dtype == "fp32" else 2
     return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * (work.sizes.total - work.sizes.terms))

@@ -73,8 +73,8 @@ def option_problems(options: argparse.Namespace) -> Problems:
         problems.append(f"--gpus {gpus}: must be a multiple of 8, the default per machine; otherwise, set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
-    if options.price_per_gpu_hour is not None and options.price_per_gpu_hour < 0:
-        problems.append(f"--price_per_gpu_hour {options.price_per_gpu_hour}: must be at least 0")
+    if options.price_per_gpu_hour is not None and not 0 <= options.price_per_gpu_hour < math.inf:
+        problems.append(f"--price_per_gpu_hour {options.price_per_gpu_hour:g}: must be at least 0 and finite")
     for name in ("peak_tflops", "network_gbits", *DIALS, "tokens_per_parameter"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -112,10 +112,21 @@ def gpu_of(options: argparse.Namespace) -> Gpu | None:
 
 
 def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
+    """Describes the hardware. Raises InputError if no memory is left for tensors.
+
+    gpu: see `gpu_of`.
+    """
     from pretrain_tools.planning.step_time import Hardware
 
     gpu = gpu or replace(cpu_as_gpu(options.gpus), **given_figures(options))
-    return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))
+    hardware = Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))
+    if hardware.usable_bytes <= 0:
+        reserved = gpu.memory_bytes - hardware.usable_bytes
+        raise InputError(
+            f"memory: {gpu.memory_bytes / GIB:.1f} GB per {hardware.unit} must be more than the {reserved / GIB:.1f} "
+            f"GB that plan.py reserves; use {'fewer processes' if gpu.name == CPU else 'GPUs with more memory'}"
+        )
+    return hardware
 
 
 def find_gpu(name: str, **given: float) -> Gpu:

@@ -184,7 +184,10 @@ def test_a_ramp_that_never_ends_is_rejected():
         batch_ramp(64, total_sequences=10_000, ramp_from=0.5, ramp_over=1.0)
 
 
-@pytest.mark.parametrize(("sequences", "nearest"), [(98, "96 or 100"), (3, "4$")])
+@pytest.mark.parametrize(("sequences", "nearest"), [(98, "96 or 100"), (3, "4 sequences$")])
 def test_a_batch_that_is_not_a_multiple_of_the_levels_is_rejected(sequences, nearest):
-    with pytest.raises(InputError, match=f"is not a multiple of 4 ramp levels; nearest: {nearest}"):
+    with pytest.raises(
+        InputError,
+        match=f"batch.tokens_per_step: {sequences} seq.* is not a multiple of 4 ramp levels; nearest: {nearest}",
+    ):
         batch_ramp(sequences, total_sequences=10_000, ramp_from=0.25, ramp_over=0.1)

@@ -52,6 +52,12 @@ def test_a_flops_budget_does_not_depend_on_the_gpus(quick_traces):
         assert run.tokens * run.work.flops_per_token == pytest.approx(1e19, rel=0.01)
 
 
+@pytest.mark.parametrize("given", [{"flops": 1e30}, {"hours": 1e15}])
+def test_a_budget_for_more_tokens_than_a_recipe_allows_is_rejected(given, quick_traces):
+    with pytest.raises(InputError, match=r"allows [\d.e+]+ tokens, but the maximum is 1e\+18; use a smaller budget"):
+        choose_run(budget(**given))
+
+
 def test_tokens_per_parameter_are_those_asked_for(quick_traces):
     default = choose_run(budget(flops=1e19))
     longer = choose_run(budget(flops=1e19, tokens_per_parameter=200.0))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layout, layouts, products
 from pretrain_tools.planning.memory import Memory, PlannedRun, sizes_of
 from pretrain_tools.planning.plan_options import find_gpu
-from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
+from pretrain_tools.planning.report import PARTS, build_plan, comment_of, facts, plan_json, plan_verdict, remarks
 from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware, StepTime
 from pretrain_tools.planning.traffic import Links
 from support.project import ROOT, run_script
@@ -124,6 +125,14 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     several = plan_of(recipe, ("optim.learning_rate", "2e-3"), gpus=16, machines=2)
     assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in several.command
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
+
+
+def test_commands_are_quoted_for_the_shell(recipe, printed):
+    value = "{half_life_fraction: 0.1, kind: ema}"
+    plan = plan_of(recipe, ("averaging", value), gpus=1, mfu=0.4)
+    assert shlex.split(plan.command)[-2:] == ["--averaging", value]
+    words = ["--config", str(recipe), "--averaging", value]
+    assert shlex.join(["plan.py", *words]) in printed(*words, "--comment").replace("\n#   ", " ")
 
 
 def case_of(recipe, *overrides, gpus, machines=1):
@@ -221,11 +230,22 @@ def test_largest_micro_batch_is_found_by_bisection(found, recipe, monkeypatch):
     assert (considered.planned_memory and considered.planned_memory.total) == considered.micro_batch
 
 
+def test_the_largest_micro_batch_may_need_less_memory_than_smaller_ones(recipe, monkeypatch):
+    """A step with one micro-step accumulates no gradients."""
+    monkeypatch.setattr(Case, "memory", lambda case, layout, n: Memory(n + 100 * (n < 64), 0, 0, 0, 0, "loss"))
+    case = case_of(recipe, ("batch.sequences_per_micro_batch", "64"), gpus=2)
+    gpu = replace(case.hardware.gpu, memory_bytes=(70 + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION))
+    considered = consider_layout(layout("ddp", 2), replace(case, hardware=replace(case.hardware, gpu=gpu)))
+    assert considered.fits and considered.runs
+    assert considered.largest_micro_batch == considered.micro_batch == 64
+
+
 def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
     memory = candidate(auto, "ddp").memory
     assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
     assert candidate(auto, "fsdp2").memory == candidate(fp32, "fsdp2").memory
+    assert facts(auto)["GPUs"] == "2 x t4, 65 TFLOP/s dense fp16, 15 GB"
 
 
 def test_what_cannot_run_is_reported_with_the_reason(recipe):
@@ -235,6 +255,27 @@ def test_what_cannot_run_is_reported_with_the_reason(recipe):
     assert "num_key_value_heads 2" in text and "must all be divisible by 8" in text
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
     assert "adamw_8bit is not supported with tp: tp splits matrices by columns" in text
+
+
+def test_settings_that_depend_on_the_precision_are_checked_in_the_planned_precision(recipe):
+    """ZeRO reduces gradients once per step only in fp32."""
+    bf16, fp32 = (plan_of(recipe, ("batch.no_sync", "true"), ("precision", name)) for name in ("bf16", "fp32"))
+    assert candidate(fp32, "zero2").runs and candidate(fp32, "zero3").runs
+    assert candidate(bf16, "fsdp2").runs
+    for name in ("zero2", "zero3"):
+        assert candidate(bf16, name).problems[0].startswith(f"batch.no_sync: not supported with {name} except in fp32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("activation_checkpointing.memory_budget", "0.5"), "does not work with compile: none"),
+        (("averaging", "{kind: tail, tail_fraction: 0.01}"), "averaging.every_steps: 10 averages only"),
+    ],
+)
+def test_settings_that_training_rejects_are_not_planned(recipe, settings, problem):
+    with pytest.raises(InputError, match=problem):
+        plan_of(recipe, settings, gpus=1)
 
 
 def test_shards_have_their_share_of_8_bit_moments(recipe):
@@ -284,6 +325,12 @@ def test_a_plan_where_nothing_fits(recipe):
     plan = plan_of(recipe, gpu=find_gpu("h100", memory_bytes=2.2e9))
     assert plan.recommended is None and plan.command is None and plan.hours is None
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
+
+
+def test_a_plan_where_no_strategy_can_run(recipe):
+    plan = plan_of(recipe, gpus=3)
+    assert plan.recommended is None and not any(candidate.memory for candidate in plan.candidates)
+    assert remarks(plan)[-1] == "No strategy can run this recipe on 3 x h100: fix one of the problems above."
 
 
 LONG = (
@@ -355,6 +402,9 @@ def test_disk_usage_counts_kept_checkpoints(recipe):
     averaging = config.model_copy(update={"averaging": Averaging(kind="tail")})
     assert storage_of(averaging, work).checkpoint == 16 * total
     assert storage.kept == 2 + 1 + 123 // 50
+    rarer = config.model_copy(update={"interval_scale": 3.0})
+    assert storage_of(rarer, work).kept == 2 + 1, "every 30th step is saved, and the run is shorter than 150 steps"
+    assert storage_of(config.model_copy(update={"interval_scale": 100.0}), work).kept == 1
     assert storage.total == 12 * total * 6 + 2 * total, (
         "the total must include a checkpoint being written, and final/ in bf16"
     )
@@ -418,7 +468,9 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
         (["--gpus", "12"], "--gpus 12: must be a multiple of 8, the default per machine; otherwise, set --machines"),
         (["--gpus", "8", "--machines", "3"], "--machines 3: must divide the number of GPUs (8)"),
         (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),
-        (["--price_per_gpu_hour", "-1"], "--price_per_gpu_hour -1.0: must be at least 0"),
+        (["--price_per_gpu_hour", "-1"], "--price_per_gpu_hour -1: must be at least 0 and finite"),
+        (["--price_per_gpu_hour", "nan"], "--price_per_gpu_hour nan: must be at least 0 and finite"),
+        (["--gpu_memory", "1GB"], "memory: 1.0 GB per GPU must be more than the 1.1 GB that plan.py reserves"),
         (["--gpu_memory", "lots"], "--gpu_memory lots: must be a size, such as 80GB"),
         (["--optim.learning_rat", "1"], "--optim.learning_rat: unknown key; did you mean learning_rate?"),
     ],
