@@ -36,7 +36,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import MemoryBudget, WindowSpec
-from pretrain.model.attention import with_rows
+from pretrain.model.attention import autocast_dtype, with_rows
 from pretrain.model.bf16_cpu_attention import empty_gradients, empty_heads_last
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model, shared_meta_model
 from pretrain.model.compile import checkpoint_activations, compile_layer, is_recomputed, layers_of
@@ -122,7 +122,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
     """Computes only the shape of attention's output, in the autocast dtype if autocast is enabled."""
-    half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
+    half = autocast_dtype(value_BGTE)
     width, value_width = query_BHTE.shape[-1], value_BGTE.shape[-1]
     if kwargs.get("cu_seq_lens_q") is not None and value_width < width:
         value_BGTE = F.pad(value_BGTE, (0, width - value_width))  # as in `sdpa`
