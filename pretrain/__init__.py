@@ -18,7 +18,7 @@ from earlier ones (tests/test_structure.py checks this).
     commands: commands installed by `pip install .`
     processes: locks, and checks for live processes
     deepspeed_build: DeepSpeed's build folder
-    units: formats counts, bytes, durations and energy
+    units: formats counts, bytes, durations and energy, and flattens settings
 """
 
 import sys

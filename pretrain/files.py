@@ -153,15 +153,25 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
         return [f"{SEAL_FILE} cannot be read ({type(error).__name__}: {error})"]
     except ValueError as error:
         return [str(error)]
-    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
-    present -= {Path(SEAL_FILE), Path(PROVENANCE_FILE), Path(SIGNATURE_FILE)}
-    # Ignore hidden files, which downloads leave behind.
-    present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
-    problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
+    added = files_of(folder).keys() - {SEAL_FILE, *expected} if rank == 0 else ()
+    problems = [f"{name} is not in the manifest" for name in sorted(added)]
     for name, entry in sorted(expected.items())[rank::ranks]:
         beat()
         problems += damage_of_file(folder / name, name, entry)
     return problems
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Returns {name: path} of a published folder's or checkpoint's own files.
+
+    Excludes provenance.json, its signature, and hidden files, which the Hub and downloads may add.
+    """
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: path
+        for name, path in found.items()
+        if name not in (PROVENANCE_FILE, SIGNATURE_FILE) and not re.search(r"(^|/)\.", name)
+    }
 
 
 def sealed_files(manifest: bytes) -> dict[str, dict]:

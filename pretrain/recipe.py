@@ -24,7 +24,7 @@ from pretrain.files import is_url, or_shipped
 from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import is_first_process, say
-from pretrain.units import table
+from pretrain.units import leaves, table
 
 brief = reprlib.Repr()
 brief.maxlevel = 3
@@ -248,14 +248,6 @@ def explain(command_line: CommandLine) -> str:
             origin = "command line"
         rows.append([path, json.dumps(value, ensure_ascii=False), origin])
     return table(rows)
-
-
-def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens {'a': {'b': [1]}} to {'a.b.0': 1}. Empty lists and mappings are leaves."""
-    if isinstance(values, dict | list) and values:
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}{key}.").items()}
-    return {prefix.removesuffix("."): values}
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Formats counts, durations and energies for display. Has no slow imports, so that runs.py starts quickly."""
+"""Formats counts, durations and energies for display, and flattens settings. Has no slow imports, for runs.py."""
 
 import re
 from typing import Any
@@ -77,3 +77,18 @@ def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def leaves(values: Any, prefix: str = "", *, whole_lists: bool = False) -> dict[str, Any]:
+    """Flattens {'a': {'b': [1]}} to {'a.b.0': 1}. Empty lists and mappings are leaves.
+
+    whole_lists: True to leave lists unchanged, except lists of mappings or lists.
+    """
+    if isinstance(values, list) and (not whole_lists or any(isinstance(value, dict | list) for value in values)):
+        items = enumerate(values)
+    else:
+        items = values.items() if isinstance(values, dict) else ()
+    found = {}
+    for key, value in items:
+        found |= leaves(value, f"{prefix}{key}.", whole_lists=whole_lists)
+    return found or {prefix.removesuffix("."): values}

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pretrain.files import seal
-from pretrain.model.published_names import PublishedNames, shapes_in_files
+from pretrain.model.published_names import PublishedNames, TensorsOnDisk, shapes_in_files
 from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 """Alignment of tensors in HostMemory, in bytes."""
 
 
-class SavedTensors(Mapping[str, torch.Tensor]):
+class SavedTensors(TensorsOnDisk):
     """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access.
 
     beat: called for every tensor, so that a slow disk isn't reported as a hang.
@@ -32,28 +32,19 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, folder: Path, prefix: str, beat: Callable[[], None] = lambda: None):
         self._beat = beat
-        self._file_of: dict[str, Path] = {}
+        self.places: dict[str, Path] = {}
         for path in sorted(folder.glob(f"{prefix}*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
+                self.places |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._beat()
-        with safe_open(self._file_of[name], framework="pt") as file:
+        with safe_open(self.places[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns {name: shape} without reading the tensors."""
-        return shapes_in_files(self._file_of.values())
-
-    def __contains__(self, name: object) -> bool:  # Mapping's default implementation would load the tensor
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+        return shapes_in_files(self.places.values())
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:

@@ -416,10 +416,14 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
     """Casts tensors to one dtype. Autocast doesn't do this for custom operators, and norms may return fp32."""
-    device_type = tensors[0].device.type
-    in_autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
+    dtype = autocast_dtype(tensors[-1])
     return [tensor.to(dtype) for tensor in tensors]
+
+
+def autocast_dtype(x: Tensor, otherwise: torch.dtype | None = None) -> torch.dtype:
+    """Returns autocast's dtype on the tensor's device. Without autocast, returns `otherwise` or the tensor's dtype."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise or x.dtype
 
 
 def _dense_mask(

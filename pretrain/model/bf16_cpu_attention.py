@@ -226,9 +226,12 @@ def _(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale):
     return _empty_outputs(query_BHTE)
 
 
-@_attention_backward.register_fake
-def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, cu_seq_lens, scale):
-    return tuple(empty_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
+def empty_gradients(grad_out_BHTE: Tensor, *inputs: Tensor | float) -> tuple[Tensor, ...]:
+    """Allocates the gradients of query, key and value, the first three inputs. Used to trace backward operators."""
+    return tuple(map(empty_heads_last, inputs[:3]))
+
+
+_attention_backward.register_fake(empty_gradients)
 
 
 def empty_heads_last(x_BHTE: Tensor, dtype: torch.dtype | None = None) -> Tensor:

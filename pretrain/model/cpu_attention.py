@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model import bf16_cpu_attention
-from pretrain.model.bf16_cpu_attention import empty_heads_last
+from pretrain.model.bf16_cpu_attention import empty_gradients, empty_heads_last
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 LENGTHS_IN_BLOCKS = range(256, 1025)
@@ -295,9 +295,7 @@ def _(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps):
     return _empty_outputs(query_BHTE, keeps)
 
 
-@_packed_attention_backward.register_fake
-def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, kept, cu_seq_lens, scale):
-    return tuple(empty_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
+_packed_attention_backward.register_fake(empty_gradients)
 
 
 def _empty_outputs(query_BHTE: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:

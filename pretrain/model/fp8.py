@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pretrain.model.attention import autocast_dtype
 from pretrain.model.compile import layers_of
 
 SMALLEST_CAPABILITY = (8, 9)
@@ -70,9 +71,7 @@ def forward_with_parameters(linear: torch.nn.Linear, x: Tensor) -> Tensor:
 
 def fp8_linear(linear: torch.nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes the output of an fp8 layer with the given weight and bias, for example this rank's slices of them."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = Product.apply(x, weight, linear.linear_mm_config, linear.config)
+    out = Product.apply(x.to(autocast_dtype(x)), weight, linear.linear_mm_config, linear.config)
     return out if bias is None else out + bias.to(out.dtype)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.hardware import tag_compiled_code
-from pretrain.model.attention import IGNORED
+from pretrain.model.attention import IGNORED, autocast_dtype
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
         kind = hidden_ND.device.type
         device_bytes = _gpu_bytes(hidden_ND.device.index) if kind == "cuda" else 0
         chunk_tokens = tokens_of_chunk(weight_VD.shape[0], kind, device_bytes)
-    dtype = _compute_dtype(hidden_ND, weight_VD)
+    dtype = autocast_dtype(hidden_ND, torch.promote_types(hidden_ND.dtype, weight_VD.dtype))
     with_gradient = torch.is_grad_enabled()
     needs = [with_gradient and x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)]
     sums, count, *_, losses_N = torch.ops.groundwork.chunked_loss(
@@ -174,13 +174,6 @@ def loss_of_logits(
     if z_loss:
         loss = loss + z_loss * (logits_NV.logsumexp(-1).square() * is_target_N).sum() / count
     return loss, cross_entropy.detach()
-
-
-def _compute_dtype(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
-    device_type = hidden_ND.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
 
 
 @torch.library.custom_op("groundwork::chunked_loss", mutates_args=())

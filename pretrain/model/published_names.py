@@ -8,7 +8,7 @@ own conversions, but one tensor at a time, so we never need memory for a second 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from safetensors import safe_open
 from torch import Tensor
@@ -93,7 +93,22 @@ def shapes_in_files(paths: Iterable[Path]) -> Shapes:
     return found
 
 
-class JoinedTensors(Mapping[str, Tensor]):
+class TensorsOnDisk(Mapping[str, Tensor]):
+    """Base class of mappings whose tensors are read on access. `places` has their names as keys."""
+
+    places: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
+        return name in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class JoinedTensors(TensorsOnDisk):
     """Mapping from the training model's names to saved tensors, which may have published names."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
@@ -105,7 +120,7 @@ class JoinedTensors(Mapping[str, Tensor]):
             if name not in saved and pieces.keys() <= saved.keys()
         }
         others = {piece for pieces in parts.values() for piece in pieces}
-        self._keys = dict.fromkeys([*(name for name in saved if name not in others), *parts])
+        self.places = dict.fromkeys([*(name for name in saved if name not in others), *parts])
 
     def __getitem__(self, name: str) -> Tensor:
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
@@ -118,12 +133,3 @@ class JoinedTensors(Mapping[str, Tensor]):
             wrong = [saved[piece] for piece, shape in pieces.items() if saved[piece] != shape]
             found[name] = saved[name] if name in saved else [*wrong, self._names.shapes[name]][0]
         return found
-
-    def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
-        return name in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, setting
+from pretrain.model.attention import autocast_dtype
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.parallel.dimension import Dimension
@@ -120,9 +121,7 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) ->
 
     @torch.compiler.disable  # the number of rows changes every step
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        device_type = hidden_ND.device.type
-        if torch.is_autocast_enabled(device_type):
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # send rows in half precision
+        hidden_ND = hidden_ND.to(autocast_dtype(hidden_ND))  # send rows in half precision
         return exchanged(hidden_ND, chosen_NK, weights_NK)
 
     experts.forward = forward

@@ -23,7 +23,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from pretrain.config import RunConfig
 from pretrain.mesh_sizes import Sizes
-from pretrain.model.attention import IGNORED
+from pretrain.model.attention import IGNORED, autocast_dtype
 from pretrain.model.build import once_per_config
 from pretrain.model.fp8 import fp8_linear
 from pretrain.model.loss import LanguageModelLoss
@@ -346,9 +346,7 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
 
     def replace_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         x = args[0] if args else kwargs["hidden_states"]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = pass_on(x)
+        x = pass_on(x.to(autocast_dtype(x)))
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     module.register_forward_pre_hook(replace_input, with_kwargs=True)

@@ -105,10 +105,14 @@ class Requests:
             here = np.concatenate([np.arange(first, end) for first, end in task.questions])
             found[task] = {}
             for name in task.measures:
-                values = of_questions[name][here].tolist()
-                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-                found[task] |= {name: statistics.fmean(values), f"{name}_stderr": error}
+                found[task] |= mean_and_error(name, of_questions[name][here].tolist())
         return found
+
+
+def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
+    """Computes {name: mean, name_stderr: standard error}, like the harness. The error is None for a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {name: statistics.fmean(values), f"{name}_stderr": error}
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from pretrain.parallel.launcher import ToolError, run_tool
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
-from pretrain.recipe import leaves
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.metrics import Metrics
 from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
+from pretrain.units import leaves
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0

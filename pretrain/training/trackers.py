@@ -13,9 +13,9 @@ from typing import Any
 
 from pretrain.config import RunConfig, Tracking
 from pretrain.errors import did_you_mean
-from pretrain.recipe import leaves
 from pretrain.registry import TRACKERS
 from pretrain.runs.run_folder import read_json
+from pretrain.units import leaves
 
 DEFAULT_PROJECT = "groundwork"
 SETTING_NAMES: dict[str, dict[str, str]] = {

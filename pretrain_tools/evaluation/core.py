@@ -13,7 +13,8 @@ import torch
 
 from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
-from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
+from pretrain.training.benchmarks import mean_and_error
+from pretrain_tools.evaluation.results import TaskScore, mean_of_means
 from pretrain_tools.evaluation.task_names import CORE, BundleTask
 
 CENTERED = "centered_acc"

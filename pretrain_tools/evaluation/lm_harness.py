@@ -17,8 +17,9 @@ from typing import Any
 from pretrain.errors import InputError, Problems, one_line
 from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
+from pretrain.training.benchmarks import mean_and_error
 from pretrain_tools.evaluation.core import score_core
-from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
+from pretrain_tools.evaluation.results import TaskScore, mean_of_means
 from pretrain_tools.evaluation.task_names import (
     CORE,
     SMALL_TASKS,

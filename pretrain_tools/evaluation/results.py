@@ -33,12 +33,6 @@ class TaskScore:
     """True for a task in a scored group, unless the task was requested by name."""
 
 
-def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
-    """Computes {name: mean, name_stderr: standard error}, like the harness. The error is None for a single value."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {name: statistics.fmean(values), f"{name}_stderr": error}
-
-
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
     """Computes the unweighted mean over tasks and its standard error, assuming independent tasks."""
     errors = [score.measures[f"{measure}_stderr"] for score in scores]

@@ -36,7 +36,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import MemoryBudget, WindowSpec
-from pretrain.model.attention import with_rows
+from pretrain.model.attention import autocast_dtype, with_rows
+from pretrain.model.bf16_cpu_attention import empty_gradients, empty_heads_last
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model, shared_meta_model
 from pretrain.model.compile import checkpoint_activations, compile_layer, is_recomputed, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
@@ -90,17 +91,10 @@ def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
     # In latent attention, values have a different width than queries and keys.
     out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])
-    return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
+    return empty_heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@torch.library.register_fake(SHAPES_BACKWARD)
-def _(grad_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT):
-    return tuple(_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
-
-
-def _heads_last(x_BHTE: Tensor) -> Tensor:
-    batch, heads, length, width = x_BHTE.shape
-    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
+torch.library.register_fake(SHAPES_BACKWARD, empty_gradients)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -128,7 +122,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
     """Computes only the shape of attention's output, in the autocast dtype if autocast is enabled."""
-    half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
+    half = autocast_dtype(value_BGTE)
     width, value_width = query_BHTE.shape[-1], value_BGTE.shape[-1]
     if kwargs.get("cu_seq_lens_q") is not None and value_width < width:
         value_BGTE = F.pad(value_BGTE, (0, width - value_width))  # as in `sdpa`

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pretrain.model.attention import autocast_dtype
 from pretrain.model.fp8 import fp8_layers
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -19,9 +20,7 @@ def use_fp8_shapes(model: PreTrainedModel, *, gathers: bool) -> None:
 
 class _Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            x = x.to(torch.get_autocast_dtype("cpu"))
-        out = _Product.apply(x, self.weight, self.gathered)
+        out = _Product.apply(x.to(autocast_dtype(x)), self.weight, self.gathered)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

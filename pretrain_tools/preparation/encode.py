@@ -62,41 +62,35 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
     return tokenizer.json
 
 
-class FastEncoder:
+class FastEncoder(ReferenceEncoder):
     """Tokenizes with gigatoken. Falls back to the reference for documents that contain special tokens as text."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
 
-        self._tokenizer = tokenizer
-        self.reference = ReferenceEncoder(tokenizer)
+        super().__init__(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
         # Search for a few short prefixes first, which is faster than searching for hundreds of tokens.
         self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
         self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
 
-    def __reduce__(self) -> tuple[type, tuple[LoadedTokenizer]]:
-        return type(self), (self._tokenizer,)
-
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
-        return [self.reference.encode([text])[0] if self._has_special(text) else self._encode(text) for text in texts]
+        by_reference = super().encode
+        return [by_reference([text])[0] if self._has_special(text) else self._encode(text) for text in texts]
 
     def _has_special(self, text: bytes) -> bool:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
     def compare(self, texts: Sequence[bytes]) -> None:
         """Raises DisagreementError if a document's token IDs differ from the reference."""
-        for text, ids, expected in zip(texts, self.encode(texts), self.reference.encode(texts), strict=True):
+        for text, ids, expected in zip(texts, self.encode(texts), super().encode(texts), strict=True):
             if not np.array_equal(ids, expected):
                 shown = repr(text[:60].decode(errors="replace"))
                 raise DisagreementError(f"gigatoken and tokenizers return different token IDs for {shown}")
 
 
-Encoder = ReferenceEncoder | FastEncoder
-
-
-def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
+def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[ReferenceEncoder, str | None]:
     """Returns (encoder, reason why `auto` doesn't use gigatoken, or None). engine: auto or reference."""
     if engine == "reference":
         return ReferenceEncoder(tokenizer), None

@@ -25,7 +25,7 @@ from pretrain.terminal import say
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNFINISHED_FOLDER, Intake
 from pretrain_tools.preparation.documents.sources import Position
-from pretrain_tools.preparation.encode import DisagreementError, Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.encode import DisagreementError, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
@@ -201,7 +201,7 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was started", free=free, in_order=True)
         return progress
 
-    def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
+    def _tokenize(self, progress: dict[str, Any], encoder: ReferenceEncoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
             # The slices already respect the limits.
@@ -241,7 +241,7 @@ class _Run:
         message = f"no documents are left ({skipped}), so nothing was written; {advice}"
         return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
 
-    def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
+    def _encoded(self, start: Position, encoder: ReferenceEncoder | None) -> Iterator[EncodedPart]:
         """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""
         request = self.request
         documents = request.documents

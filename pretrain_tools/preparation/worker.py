@@ -12,7 +12,7 @@ from pretrain_tools.preparation.cleaning.account import add_numbers
 from pretrain_tools.preparation.documents.document_index import HELD_OUT, document_table
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Part, place_text
-from pretrain_tools.preparation.encode import Encoder, FastEncoder
+from pretrain_tools.preparation.encode import FastEncoder, ReferenceEncoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
 from pretrain_tools.preparation.text_files import document_line
@@ -56,7 +56,7 @@ class PartEncoder:
     """Reads and tokenizes parts of the input. Each worker process has its own instance."""
 
     tokenizer: LoadedTokenizer
-    encoder: Encoder | None
+    encoder: ReferenceEncoder | None
     options: PreparationOptions
     split: ValidationSplit
     source_numbers: dict[str, int]

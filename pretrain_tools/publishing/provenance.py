@@ -7,11 +7,10 @@ accidental changes, but not tampering: anyone with write access can write a new 
 import dataclasses
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
+from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, files_of, seal
 from pretrain_tools.publishing.card import CARD_MEASURES, statements, without_folders
 from pretrain_tools.publishing.facts import Facts
 
@@ -55,19 +54,6 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
         ],
         "evaluations": [dataclasses.asdict(score) for score in facts.scores],
         "recipe": without_folders(facts.config),
-    }
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """Returns {name: path} of the files covered by the provenance.
-
-    Excludes provenance.json, its signature, and hidden files, which the Hub and downloads may add.
-    """
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        name: path
-        for name, path in found.items()
-        if name not in (PROVENANCE_FILE, SIGNATURE_FILE) and not re.search(r"(^|/)\.", name)
     }
 
 

@@ -3,12 +3,13 @@
 import itertools
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json
-from pretrain.units import bytes_text, duration_text, table
+from pretrain.units import bytes_text, duration_text, leaves, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import MEASURES, History, is_number, measured, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
@@ -23,20 +24,8 @@ SUMMARIZED = (
 """Settings shown in a summary, in addition to the data folders."""
 
 
-def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
-
-    Lists of dicts or lists are flattened by index. Other lists are left unchanged.
-    """
-    if isinstance(values, dict) and values:
-        return {
-            key: leaf
-            for name, value in values.items()
-            for key, leaf in flatten_settings(value, f"{prefix}{name}.").items()
-        }
-    if isinstance(values, list) and any(isinstance(value, dict | list) for value in values):
-        return flatten_settings(dict(enumerate(values)), prefix)
-    return {prefix.removesuffix("."): values}
+flatten_settings = partial(leaves, whole_lists=True)
+"""Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}. Lists of values are left unchanged."""
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
