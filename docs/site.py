@@ -27,8 +27,9 @@ from pretrain.data.transformations import Transformation
 from pretrain.model.loss_terms import LossTerm, Seen, TermOptions
 from pretrain.optim.learning_rate import Schedule
 from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
-from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, leaves, parse_yaml
+from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, parse_yaml
 from pretrain.training.metrics import SHOWN
+from pretrain.units import leaves
 from pretrain_tools.preparation.documents import formats, records
 
 ROOT = Path(__file__).resolve().parent.parent
