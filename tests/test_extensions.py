@@ -59,6 +59,30 @@ class SomeTokens(LossTerm):
 '''
 
 
+AVERAGED_SGD = """
+class AveragedSGD(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"age": 0, "sum": torch.zeros_like(parameter)}
+                state["age"] += 1
+                state["sum"] += parameter.grad
+                parameter -= group["lr"] * state["sum"] / state["age"]
+
+
+@OPTIMIZERS.register("averaged_sgd")
+class AveragedSGDSpec(MySGD):
+    def make(self, parameters, settings, learning_rate, seed, device_type):
+        return AveragedSGD(self.groups(parameters, settings.weight_decay), {"lr": learning_rate})
+
+    def state_shapes(self, name):
+        return {"age": (), "sum": self.model.shapes[name]}
+"""
+
+
 @pytest.fixture
 def extended(recipe, tmp_path):
     """A four-step recipe with an optimizer, a schedule and a loss term from a file."""
@@ -115,6 +139,18 @@ def test_strategies_train_alike(extended, tmp_path, strategy):
     launch(strategy, 2, "train.py", "--config", extended, *alone, "--output", tmp_path / strategy)
     expected = curve(tmp_path / "run")
     for step, figures in curve(tmp_path / strategy).items():
+        assert figures == pytest.approx(expected[step], rel=5e-5)
+
+
+def test_an_optimizer_with_its_own_step_count_resumes_with_zero(extended, tmp_path):
+    (tmp_path / "ideas.py").write_text(EXTENSION + AVERAGED_SGD)
+    words = ("train.py", "--config", extended, "--optim.name", "averaged_sgd", "--checkpoint.save_final", "false")
+    run_script(*words, "--output", tmp_path / "whole")
+    launch("zero1", 2, *words, "--checkpoint.stop_at_step", "2", check=False)
+    launch("zero3", 2, *words)
+    expected = curve(tmp_path / "whole")
+    assert [*curve(tmp_path / "run")] == [*expected]
+    for step, figures in curve(tmp_path / "run").items():
         assert figures == pytest.approx(expected[step], rel=5e-5)
 
 

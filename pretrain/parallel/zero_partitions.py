@@ -134,6 +134,11 @@ class Masters:
         flat = self.flats[place.group]
         return place.narrow(flat if key is None else self._optimizer.optimizer.state[flat][key])
 
+    def scalar(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
+        flat = self.flats[self.places[parameter].group]
+        return torch.as_tensor(self._optimizer.optimizer.state[flat][key], dtype=torch.float32)
+
     @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Gathers a flat tensor from all ranks' partitions (a collective call)."""
