@@ -200,6 +200,27 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
     assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("there", "instead", "said"),
+    [
+        ('"momentum_buffer": self', '"momentum": self', "returns {'momentum': (64, 64)}, but after the first step"),
+        ("shapes[name]}", "shapes[name][:1]}", "the parameter's state is {'momentum_buffer': (64, 64)}"),
+        (
+            "return torch.optim.SGD",
+            "torch.optim.SGD",
+            "make must return a torch.optim.Optimizer, got NoneType",
+        ),
+        ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
+    ],
+)
+def test_an_optimizer_that_could_not_be_resumed_is_refused(extended, tmp_path, there, instead, said):
+    assert there in EXTENSION
+    (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
+    refused = run_script("train.py", "--config", extended, check=False)
+    assert refused.returncode == 2 and said in refused.stdout + refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 class Plain(loss_terms.LossTerm):
     """A loss term that needs entire sequences."""
 
