@@ -190,6 +190,12 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
         ('"my_sgd"', '"adamw"', "ideas.py: an optimizer adamw already exists"),
+        (
+            "return 0.5**step\n",
+            "return 2.0 - step\n",
+            "optim.schedule: stairs returned -1.0 at step 3; it must return",
+        ),
+        ("return 0.5**step\n", "0.5**step\n", "optim.schedule: stairs returned None at step 2; it must return"),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
     ],
 )
