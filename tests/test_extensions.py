@@ -196,6 +196,16 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
             "optim.schedule: stairs returned -1.0 at step 3; it must return",
         ),
         ("return 0.5**step\n", "0.5**step\n", "optim.schedule: stairs returned None at step 2; it must return"),
+        (
+            "class MySGD(OptimizerSpec)",
+            "class MySGD",
+            "line 9: TypeError: MySGD is an optimizer and must be a subclass",
+        ),
+        (
+            "class Options(TermOptions)",
+            "class Options(Section)",
+            "line 30: TypeError: SomeTokens.Options must be a sub",
+        ),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
     ],
 )
@@ -217,9 +227,10 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
             "make must return a torch.optim.Optimizer, got NoneType",
         ),
         ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
+        ("by_token = True\n", "module = lambda self: None\n", "some_tokens: module must return a torch.nn.Module"),
     ],
 )
-def test_an_optimizer_that_could_not_be_resumed_is_refused(extended, tmp_path, there, instead, said):
+def test_a_mistake_that_the_first_step_shows_is_named(extended, tmp_path, there, instead, said):
     assert there in EXTENSION
     (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
     refused = run_script("train.py", "--config", extended, check=False)
