@@ -45,6 +45,10 @@ class Table(UserDict[str, Any]):
             base = self._base and resolve_name(self._base)
             if base and not (isinstance(entry, type) and issubclass(entry, base)):
                 raise TypeError(f"{entry.__name__} is {self.kind} and must be a subclass of {base.__name__}")
+            if self is FORMATS and not hasattr(entry, "suffixes"):
+                raise TypeError(
+                    f"{entry.__name__} is {self.kind} and must have @file_format(...) below @FORMATS.register"
+                )
             if missing := getattr(entry, "__abstractmethods__", None):
                 raise TypeError(f"{entry.__name__} is {self.kind} and must define {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__

@@ -238,6 +238,15 @@ def test_a_mistake_that_the_first_step_shows_is_named(extended, tmp_path, there,
     assert "Traceback" not in refused.stderr
 
 
+def test_a_document_format_without_suffixes_is_refused(shards, tmp_path):
+    lines = ["from pretrain.registry import FORMATS", '@FORMATS.register("stars")', "def read(stream, reading): ..."]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    words = ("--input", tmp_path / "mine.py", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
+    refused = run_script("prepare_data.py", *words, "--extensions", tmp_path / "mine.py", check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "mine.py, line 2: TypeError: read is a document format and must have @file_format(...)" in refused.stderr
+
+
 class Plain(loss_terms.LossTerm):
     """A loss term that needs entire sequences."""
 
