@@ -28,18 +28,27 @@ _Entry = TypeVar("_Entry")
 class Table(UserDict[str, Any]):
     """{name in a recipe: class or function}. Built-in entries are imported on first use."""
 
-    def __init__(self, kind: str, own: dict[str, str]):
+    def __init__(self, kind: str, own: dict[str, str], base: str | None = None):
+        """base: 'module:name' of the class that entries must inherit from. None for functions."""
         super().__init__(own)
         self.kind = kind
+        self._base = base
         self._files: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
         """Returns a decorator that registers a class or function as `name`.
 
-        Raises InputError if the name is taken, and TypeError if a class lacks a required method.
+        Raises InputError if the name is taken, and TypeError if a class has the wrong base or lacks a required method.
         """
 
         def add(entry: _Entry) -> _Entry:
+            base = self._base and resolve_name(self._base)
+            if base and not (isinstance(entry, type) and issubclass(entry, base)):
+                raise TypeError(f"{entry.__name__} is {self.kind} and must be a subclass of {base.__name__}")
+            if self is FORMATS and not hasattr(entry, "suffixes"):
+                raise TypeError(
+                    f"{entry.__name__} is {self.kind} and must have @file_format(...) below @FORMATS.register"
+                )
             if missing := getattr(entry, "__abstractmethods__", None):
                 raise TypeError(f"{entry.__name__} is {self.kind} and must define {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
@@ -70,6 +79,7 @@ OPTIMIZERS = Table(
         "muon": "pretrain.optim.muon:MuonSpec",
         "adamw_8bit": "pretrain.optim.adamw_8bit:AdamW8bitSpec",
     },
+    base="pretrain.optim.optimizers:OptimizerSpec",
 )
 """Subclasses of `optim.optimizers.OptimizerSpec`."""
 SCHEDULES = Table(
@@ -83,7 +93,7 @@ SCHEDULES = Table(
     },
 )
 """Functions (schedule, step) -> fraction of the peak learning rate; see `optim.learning_rate`."""
-LOSS_TERMS = Table("a loss term", {})
+LOSS_TERMS = Table("a loss term", {}, base="pretrain.model.loss_terms:LossTerm")
 """Subclasses of `model.loss_terms.LossTerm`."""
 SAMPLERS = Table(
     "a sampling method",
@@ -94,7 +104,7 @@ SAMPLERS = Table(
     },
 )
 """Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
-TRANSFORMATIONS = Table("a data transformation", {})
+TRANSFORMATIONS = Table("a data transformation", {}, base="pretrain.data.transformations:Transformation")
 """Subclasses of `data.transformations.Transformation`."""
 ARCHITECTURES = Table("an architecture", {})
 """{model_type: causal language model}. pretrain.model.architectures registers them with transformers."""
@@ -102,7 +112,7 @@ FORMATS = Table("a document format", {})
 """Functions (stream, reading) -> records. pretrain_tools.preparation.documents.formats adds the built-in ones."""
 TASKS = Table("a task", {})
 """Functions (model, tokenizer) -> {metric: value}. Tasks for evaluate.py in addition to lm-eval's."""
-TRACKERS = Table("a tracker", {})
+TRACKERS = Table("a tracker", {}, base="accelerate.tracking:GeneralTracker")
 """Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
 OWN_FOLDERS: set[Path] = set()

@@ -59,6 +59,30 @@ class SomeTokens(LossTerm):
 '''
 
 
+AVERAGED_SGD = """
+class AveragedSGD(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"age": 0, "sum": torch.zeros_like(parameter)}
+                state["age"] += 1
+                state["sum"] += parameter.grad
+                parameter -= group["lr"] * state["sum"] / state["age"]
+
+
+@OPTIMIZERS.register("averaged_sgd")
+class AveragedSGDSpec(MySGD):
+    def make(self, parameters, settings, learning_rate, seed, device_type):
+        return AveragedSGD(self.groups(parameters, settings.weight_decay), {"lr": learning_rate})
+
+    def state_shapes(self, name):
+        return {"age": (), "sum": self.model.shapes[name]}
+"""
+
+
 @pytest.fixture
 def extended(recipe, tmp_path):
     """A four-step recipe with an optimizer, a schedule and a loss term from a file."""
@@ -118,6 +142,18 @@ def test_strategies_train_alike(extended, tmp_path, strategy):
         assert figures == pytest.approx(expected[step], rel=5e-5)
 
 
+def test_an_optimizer_with_its_own_step_count_resumes_with_zero(extended, tmp_path):
+    (tmp_path / "ideas.py").write_text(EXTENSION + AVERAGED_SGD)
+    words = ("train.py", "--config", extended, "--optim.name", "averaged_sgd", "--checkpoint.save_final", "false")
+    run_script(*words, "--output", tmp_path / "whole")
+    launch("zero1", 2, *words, "--checkpoint.stop_at_step", "2", check=False)
+    launch("zero3", 2, *words)
+    expected = curve(tmp_path / "whole")
+    assert [*curve(tmp_path / "run")] == [*expected]
+    for step, figures in curve(tmp_path / "run").items():
+        assert figures == pytest.approx(expected[step], rel=5e-5)
+
+
 def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
@@ -154,6 +190,22 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
         ('"my_sgd"', '"adamw"', "ideas.py: an optimizer adamw already exists"),
+        (
+            "return 0.5**step\n",
+            "return 2.0 - step\n",
+            "optim.schedule: stairs returned -1.0 at step 3; it must return",
+        ),
+        ("return 0.5**step\n", "0.5**step\n", "optim.schedule: stairs returned None at step 2; it must return"),
+        (
+            "class MySGD(OptimizerSpec)",
+            "class MySGD",
+            "line 9: TypeError: MySGD is an optimizer and must be a subclass",
+        ),
+        (
+            "class Options(TermOptions)",
+            "class Options(Section)",
+            "line 30: TypeError: SomeTokens.Options must be a sub",
+        ),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
     ],
 )
@@ -162,6 +214,37 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
     (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
     refused = run_script("train.py", "--config", extended, "--check", check=False)
     assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "said"),
+    [
+        ('"momentum_buffer": self', '"momentum": self', "returns {'momentum': (64, 64)}, but after the first step"),
+        ("shapes[name]}", "shapes[name][:1]}", "the parameter's state is {'momentum_buffer': (64, 64)}"),
+        (
+            "return torch.optim.SGD",
+            "torch.optim.SGD",
+            "make must return a torch.optim.Optimizer, got NoneType",
+        ),
+        ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
+        ("by_token = True\n", "module = lambda self: None\n", "some_tokens: module must return a torch.nn.Module"),
+    ],
+)
+def test_a_mistake_that_the_first_step_shows_is_named(extended, tmp_path, there, instead, said):
+    assert there in EXTENSION
+    (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
+    refused = run_script("train.py", "--config", extended, check=False)
+    assert refused.returncode == 2 and said in refused.stdout + refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_document_format_without_suffixes_is_refused(shards, tmp_path):
+    lines = ["from pretrain.registry import FORMATS", '@FORMATS.register("stars")', "def read(stream, reading): ..."]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    words = ("--input", tmp_path / "mine.py", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
+    refused = run_script("prepare_data.py", *words, "--extensions", tmp_path / "mine.py", check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "mine.py, line 2: TypeError: read is a document format and must have @file_format(...)" in refused.stderr
 
 
 class Plain(loss_terms.LossTerm):

@@ -139,6 +139,11 @@ class LossTerm(ABC):
         """
         return None
 
+    def __init_subclass__(cls, **settings: Any):
+        super().__init_subclass__(**settings)
+        if not (isinstance(cls.Options, type) and issubclass(cls.Options, TermOptions)):
+            raise TypeError(f"{cls.__name__}.Options must be a subclass of TermOptions, which has the coefficient")
+
     @classmethod
     def has_parameters(cls) -> bool:
         """Returns True if this class has trainable parameters."""
@@ -167,7 +172,11 @@ class LossTerms:
                 with torch.random.fork_rng(devices=[]):
                     # Each term has its own seed, so its weights don't depend on other terms.
                     torch.default_generator.manual_seed(module_seed(seed, f"loss_terms.{name}"))
-                    term.trained = self.trained[name] = term.module()
+                    term.trained = term.module()
+                if not isinstance(term.trained, nn.Module):
+                    kind = type(term.trained).__name__
+                    raise InputError(f"loss.terms.{name}: module must return a torch.nn.Module, got {kind}")
+                self.trained[name] = term.trained
                 for parameter in term.trained.parameters():  # but not buffers, such as rotary tables
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:

@@ -175,6 +175,8 @@ class AdamW8bitSpec(OptimizerSpec):
             "upgrade it, or use adamw, muon or adafactor"
         ]
 
+    pads_state = True
+
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
         groups = self.groups(parameters, settings.weight_decay)
         return AdamW8bit(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps)

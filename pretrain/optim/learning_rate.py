@@ -11,6 +11,8 @@ docs/learning_rate.md describes all schedules.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.registry import SCHEDULES
@@ -69,7 +71,7 @@ class Schedule:
         """Returns the learning rate at `step`, as a fraction of the peak."""
         if step < self.warmup_end:
             return (step - self.first_step + 1) / self.warmup_steps
-        return SCHEDULES[self.name](self, step)
+        return checked_factor(self.name, step, SCHEDULES[self.name](self, step))
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Returns the learning rate at `step`."""
@@ -155,6 +157,16 @@ class Annealing:
         floor = min(begin, self.schedule.final_ratio)
         left = DECAY_SHAPES[self.schedule.decay_shape](_progress(step, self.from_step, self.from_step + self.steps))
         return peak * (floor + (begin - floor) * left)
+
+
+def checked_factor(name: str, step: int, factor: Any) -> float:
+    """Returns a schedule's result. Raises InputError unless it's a finite number of at least 0."""
+    if isinstance(factor, Real) and 0 <= factor < math.inf:
+        return float(factor)
+    raise InputError(
+        f"optim.schedule: {name} returned {factor!r} at step {step:,}; it must return the learning rate as a fraction "
+        "of its peak, a finite number of at least 0"
+    )
 
 
 def cosine(schedule: Schedule, step: int) -> float:

@@ -136,6 +136,8 @@ class OptimizerSpec(ABC):
     """
     state_is_whole = False
     """True if the state is replicated on every rank instead of sharded."""
+    pads_state = False
+    """True if sharded state may have more elements than in `state_shapes`."""
     shares_work = False
     """True if ranks with parameter replicas share the work of an update (`Muon.copies`)."""
     runs_from_disk = False
@@ -236,7 +238,17 @@ class OptimizerBuilder:
     device_type: str
 
     def __call__(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        return self.spec.make(parameters, self.settings, self.learning_rate, self.seed, self.device_type)
+        name = f"optim.name: {self.settings.name}"
+        made = self.spec.make(parameters, self.settings, self.learning_rate, self.seed, self.device_type)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InputError(f"{name}: make must return a torch.optim.Optimizer, got {type(made).__name__}")
+        held = {parameter for group in made.param_groups for parameter in group["params"]}
+        if left := [own for own, parameter in parameters if parameter.requires_grad and parameter not in held]:
+            raise InputError(
+                f"{name}: make left out {len(left)} of {len(parameters)} parameters ({', '.join(left[:4])}), which "
+                "would not be trained; add them to the optimizer, for example with self.groups"
+            )
+        return made
 
 
 def optimizer_builder(
@@ -314,6 +326,22 @@ def optimizer_state_by_name(
         for key, value in state.items()
         if value is not None
     }
+
+
+def state_problem(optimizer_name: str, spec: OptimizerSpec, name: str, found: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns the error if a parameter's state doesn't match `OptimizerSpec.state_shapes`, otherwise "".
+
+    A checkpoint of this state couldn't be loaded.
+
+    found: {key: unsharded shape}.
+    """
+    declared = spec.state_shapes(name)
+    if isinstance(declared, Mapping) and declared.keys() == found.keys() and (spec.pads_state or declared == found):
+        return ""
+    return (
+        f"optim.name: {optimizer_name}: state_shapes({name!r}) returns {declared}, but after the first step, the "
+        f"parameter's state is {dict(found)}; return these keys and shapes"
+    )
 
 
 def load_optimizer_state(

@@ -33,6 +33,7 @@ from pretrain.optim.optimizers import (
     load_optimizer_state,
     local_tensor,
     optimizer_state_by_name,
+    state_problem,
     total_norm,
 )
 from pretrain.parallel.launcher import PRECISIONS, launched_strategy
@@ -439,6 +440,22 @@ class Strategy:
             for key, shape in self.spec.state_shapes(name).items()
         }
         return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
+
+    def state_problems(self) -> list[str]:
+        """Returns an error if this rank's optimizer state doesn't match `OptimizerSpec.state_shapes`."""
+        found = self.state_shapes().items()
+        problems = (state_problem(self.config.optim.name, self.spec, name, shapes) for name, shapes in found if shapes)
+        return [problem for problem in problems if problem][:1]
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Returns {parameter: {key: unsharded shape}} for this rank's optimizer state."""
+        return {
+            self.name_of[parameter]: {
+                key: tuple(getattr(value, "shape", ())) for key, value in state.items() if value is not None
+            }
+            for parameter, state in self.inner_optimizer.state.items()
+            if state
+        }
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Loads unsharded tensors into the model, its loss terms and the optimizer."""

@@ -282,6 +282,12 @@ class Zero(Strategy):
         shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
         return gathered_group(shapes, self.get)
 
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        if self.spec.state_is_whole:
+            return super().state_shapes()
+        shapes = self.shapes()
+        return {name: self.masters.state_shapes(p, shapes[name]) for name, p in self.parameter_of.items()}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns {name: unsharded shape} for all parameters."""
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
@@ -334,15 +340,17 @@ class Zero(Strategy):
         kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
         shapes = {f"{name}.{key}": shape for name, keys in kept.items() for key, shape in keys.items()}
         check_state(self.config.optim.name, shapes, optimizer)
-        step = next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys)
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            keys = kept[self.name_of[parameter]]  # all parameters in a group have the same keys
-            return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
+            name = self.name_of[parameter]  # all parameters in a group have the same keys and scalars
+            return {
+                key: torch.zeros_like(flat) if shape else optimizer[f"{name}.{key}"].clone().to(flat.device)
+                for key, shape in kept[name].items()
+            }
 
         self.masters.create_state(state_of)
         for name, keys in kept.items():
-            for key in keys.keys() - {"step"}:
+            for key in (key for key, shape in keys.items() if shape):
                 self.masters.set(self.parameter_of[name], key, optimizer[f"{name}.{key}"])
         self.masters.release()
 
@@ -351,9 +359,9 @@ class Zero(Strategy):
         key = None
         if name not in self.parameter_of:
             name, _, key = name.rpartition(".")
-        if key == "step":
-            return next(state["step"] for state in self.optimizer.optimizer.state.values() if "step" in state)
         parameter = self.parameter_of[name]
+        if key is not None and self.spec.state_shapes(name)[key] == ():
+            return self.masters.scalar(parameter, key)
         return self.masters.gathered(parameter, self.masters.part(parameter, key))
 
     def replicas(self) -> list[ReplicaGroup]:

@@ -134,6 +134,18 @@ class Masters:
         flat = self.flats[place.group]
         return place.narrow(flat if key is None else self._optimizer.optimizer.state[flat][key])
 
+    def scalar(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
+        return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32)
+
+    def state_shapes(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Returns {key: unsharded shape} for a parameter with this shape. State is a number or as large as it."""
+        return {key: shape if getattr(value, "ndim", 0) else () for key, value in self._state_of(parameter).items()}
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Returns the optimizer state of the parameter's flat tensor."""
+        return self._optimizer.optimizer.state.get(self.flats[self.places[parameter].group], {})
+
     @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Gathers a flat tensor from all ranks' partitions (a collective call)."""

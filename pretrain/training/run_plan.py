@@ -328,6 +328,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
         schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
+        if schedule is not None:
+            problems.attempt(check_factors, schedule)
         problems += averaging_problems(
             config.averaging,
             total_steps=ramp.total_steps,
@@ -563,6 +565,12 @@ def schedule_of(
         anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
         first_step=first_step,
     )
+
+
+def check_factors(schedule: Schedule) -> None:
+    """Computes up to 1,000 learning rates of the run. Raises InputError if an extension's schedule has an error."""
+    for step in range(0, schedule.total_steps, -(-schedule.total_steps // 1000)):
+        schedule.factor(step)
 
 
 def require_generation(settings: Samples, model: PreTrainedModel) -> None:

@@ -43,6 +43,12 @@ class UntrainedError(RunStoppedError):
     exit_code = EXIT_BAD_INPUT
 
 
+class StateError(RunStoppedError):
+    """Raised after the first step if checkpoints of the optimizer state couldn't be loaded."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
 class WorkInterruptedError(Exception):
     """Raised on all ranks at the same point to interrupt work between two steps when the run is stopping."""
 
@@ -182,12 +188,16 @@ def _enter_stage(run: Run) -> None:
 def count_step(run: Run) -> None:
     """Advances the step count and, if due, updates the weight average.
 
-    After the first step, raises UntrainedError on all ranks if any parameter has no gradient.
+    After the first step, raises UntrainedError on all ranks if any parameter has no gradient, and StateError if the
+    optimizer's state doesn't match its `state_shapes`.
     """
     if run.steps_begun == 1:
         of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
         if untrained := list(dict.fromkeys(name for names in of_ranks for name in names)):
             raise UntrainedError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
+        of_ranks = run.strategy.ranks.gather(run.strategy.state_problems())
+        if problems := list(dict.fromkeys(problem for problems in of_ranks for problem in problems)):
+            raise StateError(problems[0])
     state = run.state
     settings = run.config.averaging
     state.step += 1
