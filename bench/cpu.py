@@ -141,11 +141,11 @@ def flops_per_token(shape: Shape) -> float:
     """Computes 6 N + 12 L d T for the shape. N excludes the embedding lookup, as in train.py's MFU."""
     from transformers import AutoConfig
 
-    from pretrain.model.build import count_non_embedding_parameters
+    from pretrain.model.build import matrix_parameters
 
     values = shape.model_json()
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    return 6 * count_non_embedding_parameters(config) + 12 * shape.layers * shape.hidden_size * shape.sequence_length
+    return 6 * matrix_parameters(config) + 12 * shape.layers * shape.hidden_size * shape.sequence_length
 
 
 def main() -> int:

@@ -174,14 +174,6 @@ def count_parameters(config: PreTrainedConfig) -> int:
     return _counts(config).all
 
 
-def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters used in matmuls, N in the 6N FLOPs per token (PaLM, arXiv 2204.02311, appendix B).
-
-    Token and position embeddings are lookups, so they don't count, unless they're tied to the head.
-    """
-    return _counts(config).in_matmuls
-
-
 def active_parameters(config: PreTrainedConfig) -> int:
     """Counts the active parameters, without the experts that a token isn't routed to."""
     counts = _counts(config)
@@ -189,7 +181,10 @@ def active_parameters(config: PreTrainedConfig) -> int:
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
-    """Counts the active parameters used in matmuls (see `count_non_embedding_parameters`)."""
+    """Counts the active parameters used in matmuls, N in the 6N FLOPs per token (PaLM, arXiv 2204.02311, appendix B).
+
+    Token and position embeddings are lookups, so they don't count, unless they're tied to the head.
+    """
     counts = _counts(config)
     return counts.in_matmuls - counts.inactive
 

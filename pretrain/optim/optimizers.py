@@ -333,10 +333,10 @@ def state_problem(optimizer_name: str, spec: OptimizerSpec, name: str, found: Ma
 
     A checkpoint of this state couldn't be loaded.
 
-    found: {key: unsharded shape}.
+    found: {key: unsharded shape}; empty before the first update.
     """
     declared = spec.state_shapes(name)
-    if isinstance(declared, Mapping) and declared.keys() == found.keys() and (spec.pads_state or declared == found):
+    if not found or declared == found or (spec.pads_state and declared.keys() == found.keys()):
         return ""
     return (
         f"optim.name: {optimizer_name}: state_shapes({name!r}) returns {declared}, but after the first step, the "

@@ -441,11 +441,10 @@ class Strategy:
         }
         return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
-    def state_problems(self) -> list[str]:
-        """Returns an error if this rank's optimizer state doesn't match `OptimizerSpec.state_shapes`."""
+    def state_problem(self) -> str:
+        """Returns an error if this rank's optimizer state doesn't match `OptimizerSpec.state_shapes`, otherwise ""."""
         found = self.state_shapes().items()
-        problems = (state_problem(self.config.optim.name, self.spec, name, shapes) for name, shapes in found if shapes)
-        return [problem for problem in problems if problem][:1]
+        return next(filter(None, (state_problem(self.config.optim.name, self.spec, *of_one) for of_one in found)), "")
 
     def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns {parameter: {key: unsharded shape}} for this rank's optimizer state."""

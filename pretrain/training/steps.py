@@ -37,14 +37,8 @@ class ReplicasDifferError(RunStoppedError):
     exit_code = CRASHED
 
 
-class UntrainedError(RunStoppedError):
-    """Raised if parameters have no gradient after the first step, which the probe can miss."""
-
-    exit_code = EXIT_BAD_INPUT
-
-
-class StateError(RunStoppedError):
-    """Raised after the first step if checkpoints of the optimizer state couldn't be loaded."""
+class FirstStepError(RunStoppedError):
+    """Raised after the first step if a parameter isn't trained, or the optimizer's state couldn't be resumed."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -188,16 +182,16 @@ def _enter_stage(run: Run) -> None:
 def count_step(run: Run) -> None:
     """Advances the step count and, if due, updates the weight average.
 
-    After the first step, raises UntrainedError on all ranks if any parameter has no gradient, and StateError if the
-    optimizer's state doesn't match its `state_shapes`.
+    After the first step, raises FirstStepError on all ranks if any parameter has no gradient, which the probe can
+    miss, or if the optimizer's state doesn't match its `state_shapes`.
     """
     if run.steps_begun == 1:
-        of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
-        if untrained := list(dict.fromkeys(name for names in of_ranks for name in names)):
-            raise UntrainedError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
-        of_ranks = run.strategy.ranks.gather(run.strategy.state_problems())
-        if problems := list(dict.fromkeys(problem for problems in of_ranks for problem in problems)):
-            raise StateError(problems[0])
+        of_ranks = run.strategy.ranks.gather((run.strategy.untrained, run.strategy.state_problem()))
+        if untrained := list(dict.fromkeys(name for names, _ in of_ranks for name in names)):
+            raise FirstStepError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
+        for _, problem in of_ranks:
+            if problem:
+                raise FirstStepError(problem)
     state = run.state
     settings = run.config.averaging
     state.step += 1
