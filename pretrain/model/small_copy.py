@@ -305,7 +305,7 @@ def _make_context_visible(model: PreTrainedModel) -> None:
             break
     _multiply(matrices, best[1] / now)
     if best[0] < VISIBLE / 10:
-        raise RuntimeError("its tokens do not attend to each other")
+        raise RuntimeError("its tokens do not attend to each other; check settings such as sliding_window")
 
 
 def _multiply(matrices: Sequence[Tensor], factor: float) -> None:

@@ -501,7 +501,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         other = f", or use batch.sequences_per_micro_batch {smaller[0]}" if smaller else ""
         problems.append(
             f"batch.tokens_per_step: {tokens:,} is not a multiple of {micro_batch} sequences per micro-batch x "
-            f"{length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}{other}"
+            f"data.sequence_length {length:,} x {ranks} processes{ramp} = {group:,}; nearest: {nearest}{other}"
         )
     for number, (window, of_stage) in enumerate(zip(config.data.windows, groups_of_stages, strict=True)):
         setting = f"data.stages[{number}].sequence_length"

@@ -291,7 +291,7 @@ def test_shards_have_their_share_of_8_bit_moments(recipe):
 
 def test_a_batch_that_does_not_divide_is_reported(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "3"))
-    assert "is not a multiple of 3 sequences per micro-batch x 64 tokens x 8 processes" in "\n".join(remarks(plan))
+    assert "is not a multiple of 3 sequences per micro-batch x data.sequence_length 64 x" in "\n".join(remarks(plan))
     chosen = plan.recommended
     assert f"--batch.sequences_per_micro_batch {chosen.micro_batch}" in plan.command
     size = f"{chosen.planned_memory.total / GIB:.1f} GB per GPU"

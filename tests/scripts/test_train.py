@@ -207,7 +207,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
         "--data.train", "[{shards: no/such/folder}]", check=False,
     )  # fmt: skip
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
-    assert "batch.tokens_per_step: 300 is not a multiple of 1 sequences per micro-batch x 256 tokens" in bad.stderr
+    assert "batch.tokens_per_step: 300 is not a multiple of 1 sequences per micro-batch x data." in bad.stderr
     assert "nearest: 256 or 512" in bad.stderr
     assert "sequence_length: 256 is more than the model's max_position_embeddings, 128" in bad.stderr
     assert "no/such/folder: no such folder of prepared shards" in bad.stderr

@@ -73,7 +73,7 @@ class Result:
 
 def without_usage(output: str) -> str:
     """Removes argparse's usage, which lists every flag."""
-    _, mark, error = output.rpartition("error: ")
+    _, mark, error = output.rpartition(": error: ")
     return error if mark and "usage: " in output else output
 
 

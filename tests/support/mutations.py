@@ -223,7 +223,7 @@ def script_case(material: Material, number: int) -> Case:
     folder = material.place(f"script-{number}")
     script = list(SCRIPT_OPTIONS)[number % len(SCRIPT_OPTIONS)]
     words = base_of(rng, script, material, folder)
-    names = []
+    names = [word for word in words[1:] if script == "runs.py" and word != str(material.run)]  # may not be a run
     for _ in range(rng.choice((1, 1, 2, 3))):
         option = rng.choice(SCRIPT_OPTIONS[script])
         value = rng.choice([*VALUES, str(folder), str(material.text)])
