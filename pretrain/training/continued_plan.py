@@ -447,12 +447,11 @@ def continuation_problems(
     earlier = load_model_config(str(found))
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
+    instead = _instead(begins_branch=begins_branch)
     if shape_changes(earlier, plan.model_config):
-        what_now = (
-            ", so the checkpoint's weights do not match the model; restore the model config, or use another --output"
-        )
+        what_now = f", so the checkpoint's weights do not match the model; restore the model config, or {instead}"
     elif len(others) < len(problems):
-        what_now = "; restore it, use another --output, or accept the change by setting it on the command line"
+        what_now = f"; restore it, {instead}, or accept the change by setting it on the command line"
     else:
         return others
     return [f"model: {found} was trained with {changes}{what_now}", *others]
@@ -466,6 +465,7 @@ def identity_problems(
     begins_branch: True for a new branch, whose recipe may differ from the parent run's.
     """
     problems = []
+    instead = _instead(begins_branch=begins_branch)
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
@@ -477,13 +477,13 @@ def identity_problems(
         named = any(is_named(each, overridden) for each in paths)
         if path == "optim.name":  # can't be confirmed, because the optimizer state doesn't fit
             problems.append(
-                f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or use "
-                "another --output (add --init pretrained --model RUN/final to start from this run's weights)"
+                f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or "
+                f"{instead} (add --init pretrained --model RUN/final to start from this run's weights)"
             )
         elif path in ORDER_OF_DATA:
             problems.append(
                 f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
-                "and some never; restore it, or use another --output"
+                f"and some never; restore it, or {instead}"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(
@@ -491,3 +491,8 @@ def identity_problems(
                 f"accept it with --{path} on the command line, which applies it from the checkpoint's step on"
             )
     return problems
+
+
+def _instead(*, begins_branch: bool) -> str:
+    """Returns the advice for a change that a checkpoint doesn't allow. Another --output doesn't help a branch."""
+    return "omit branch_from to start a new run" if begins_branch else "use another --output"

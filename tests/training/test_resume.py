@@ -55,6 +55,13 @@ def test_a_changed_optimizer_is_rejected_even_if_it_is_named():
     assert "accept it" not in problem
 
 
+@pytest.mark.parametrize(("path", "other"), [("seed", 2), ("data.sequence_length", 32), ("optim.name", "muon")])
+def test_a_branch_is_told_to_become_a_new_run(path, other):
+    """A branch already has another --output."""
+    (problem,) = identity_problems(SAVED, SAVED | {path: other}, frozenset(), begins_branch=True)
+    assert "omit branch_from" in problem and "--output" not in problem
+
+
 def test_all_differences_are_reported_at_once():
     now = SAVED | {"seed": 2, "model": "5678"}
     assert len(identity_problems(SAVED, now, frozenset())) == 2
