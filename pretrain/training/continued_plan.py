@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.data.batches import DataPosition, moved_past
+from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
@@ -377,6 +378,7 @@ def continue_from(
     problems = Problems(
         continuation_problems(found, identity, plan, asked.overridden, begins_branch=begins_branch)
         or old_checkpoint_problems(contents, plan, begins_branch=begins_branch)
+        or tokenizer_problems(found, identity, plan, begins_branch=begins_branch)
     )
     problems.stop_if_any()
     changes = changes_since(contents, asked.config, asked.overridden, begins_branch=begins_branch)
@@ -491,6 +493,33 @@ def identity_problems(
                 f"accept it with --{path} on the command line, which applies it from the checkpoint's step on"
             )
     return problems
+
+
+def tokenizer_problems(
+    found: Path, saved: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool = False
+) -> list[str]:
+    """Lists differences between the checkpoint's tokenizer and that of changed data.
+
+    A vocabulary of the same size would otherwise load silently.
+    """
+    manifest = plan.batches.manifest
+    kept = found / "tokenizer.json"
+    given = manifest.tokenizer_folder / "tokenizer.json"
+    if all(saved.get(path) == plan.identity.get(path) for path in MIXTURES):
+        return []
+    if not (kept.is_file() and given.is_file()):  # the second may be missing with dispatched batches
+        return []
+    if hashlib.sha256(kept.read_bytes()).hexdigest() == manifest.tokenizer_sha256:
+        return []
+    from pretrain.data.new_tokens import differing_tokens
+
+    differing = differing_tokens(load_decoder(found), load_decoder(manifest.tokenizer_folder), may_extend=True)
+    if not differing:
+        return []
+    return [
+        f"data: its tokenizer {manifest.tokenizer_name} is not the one in {found}: {differing}; prepare the data with "
+        f"the run's tokenizer (--tokenizer {found}), or {_instead(begins_branch=begins_branch)}"
+    ]
 
 
 def _instead(*, begins_branch: bool) -> str:
