@@ -64,6 +64,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest valid checkpoint
     if run.is_complete:
         message = f"{config.output} is already complete: {run.state.step:,} steps, model in {config.output}/final."
+        if any(name.startswith("export") for name in asked.overridden):
+            message += f" To export it again with these settings, remove {config.output}/final first."
         strategy.ranks.print(message)
         return EXIT_DONE
     if asked.profile is not None:

@@ -1,5 +1,6 @@
 """Finds tokens of the data's tokenizer that a pretrained model lacks."""
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
@@ -63,15 +64,31 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
 
 def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None:
     """Raises InputError if the tokenizers assign different tokens to an ID. Ignores added tokens."""
-    old_tokens = {number: token for token, number in old.backend.get_vocab().items()}
-    added = old.backend.get_added_tokens_decoder().keys() | new.backend.get_added_tokens_decoder().keys()
-    ids = {number: token for token, number in new.backend.get_vocab().items()}
-    others = sorted(number for number, token in ids.items() if number not in added and old_tokens.get(number) != token)
-    if others:
-        first = others[0]
+    if differing := differing_tokens(old.backend, new.backend):
         raise InputError(
-            f"data: its tokenizer {new.name} is not the model's {old.name}: {len(others):,} of {len(ids):,} IDs map "
-            f"to different tokens, such as {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare "
+            f"data: its tokenizer {new.name} is not the model's {old.name}: {differing}; prepare "
             "the data with the model's own tokenizer, or, to train with a different tokenizer, use a copy of the "
             "model's folder without its tokenizer files"
         )
+
+
+def differing_tokens(old: Tokenizer, new: Tokenizer, *, may_extend: bool = False) -> str:
+    """Describes the IDs that map to different tokens; "" if there are none. Ignores added tokens.
+
+    may_extend: True to also ignore IDs that only the new tokenizer has.
+    """
+    old_tokens = {number: token for token, number in old.get_vocab().items()}
+    ignored = old.get_added_tokens_decoder().keys() | new.get_added_tokens_decoder().keys()
+    ids = {number: token for token, number in new.get_vocab().items()}
+    if may_extend:
+        ignored |= ids.keys() - old_tokens.keys()
+    others = sorted(
+        number for number, token in ids.items() if number not in ignored and old_tokens.get(number) != token
+    )
+    if not others:
+        return ""
+    first = others[0]
+    return (
+        f"{len(others):,} of {len(ids):,} IDs map to different tokens, such as {first} ({ids[first]!r} instead of "
+        f"{old_tokens.get(first)!r})"
+    )

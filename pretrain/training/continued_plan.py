@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.data.batches import DataPosition, moved_past
+from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
@@ -377,6 +378,7 @@ def continue_from(
     problems = Problems(
         continuation_problems(found, identity, plan, asked.overridden, begins_branch=begins_branch)
         or old_checkpoint_problems(contents, plan, begins_branch=begins_branch)
+        or tokenizer_problems(found, identity, plan, begins_branch=begins_branch)
     )
     problems.stop_if_any()
     changes = changes_since(contents, asked.config, asked.overridden, begins_branch=begins_branch)
@@ -447,12 +449,11 @@ def continuation_problems(
     earlier = load_model_config(str(found))
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
+    instead = _instead(begins_branch=begins_branch)
     if shape_changes(earlier, plan.model_config):
-        what_now = (
-            ", so the checkpoint's weights do not match the model; restore the model config, or use another --output"
-        )
+        what_now = f", so the checkpoint's weights do not match the model; restore the model config, or {instead}"
     elif len(others) < len(problems):
-        what_now = "; restore it, use another --output, or accept the change by setting it on the command line"
+        what_now = f"; restore it, {instead}, or accept the change by setting it on the command line"
     else:
         return others
     return [f"model: {found} was trained with {changes}{what_now}", *others]
@@ -466,6 +467,7 @@ def identity_problems(
     begins_branch: True for a new branch, whose recipe may differ from the parent run's.
     """
     problems = []
+    instead = _instead(begins_branch=begins_branch)
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
@@ -477,13 +479,13 @@ def identity_problems(
         named = any(is_named(each, overridden) for each in paths)
         if path == "optim.name":  # can't be confirmed, because the optimizer state doesn't fit
             problems.append(
-                f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or use "
-                "another --output (add --init pretrained --model RUN/final to start from this run's weights)"
+                f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or "
+                f"{instead} (add --init pretrained --model RUN/final to start from this run's weights)"
             )
         elif path in ORDER_OF_DATA:
             problems.append(
                 f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
-                "and some never; restore it, or use another --output"
+                f"and some never; restore it, or {instead}"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(
@@ -491,3 +493,35 @@ def identity_problems(
                 f"accept it with --{path} on the command line, which applies it from the checkpoint's step on"
             )
     return problems
+
+
+def tokenizer_problems(
+    found: Path, saved: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool = False
+) -> list[str]:
+    """Lists differences between the checkpoint's tokenizer and that of changed data.
+
+    A vocabulary of the same size would otherwise load silently.
+    """
+    manifest = plan.batches.manifest
+    kept = found / "tokenizer.json"
+    given = manifest.tokenizer_folder / "tokenizer.json"
+    if all(saved.get(path) == plan.identity.get(path) for path in MIXTURES):
+        return []
+    if not (kept.is_file() and given.is_file()):  # the second may be missing with dispatched batches
+        return []
+    if hashlib.sha256(kept.read_bytes()).hexdigest() == manifest.tokenizer_sha256:
+        return []
+    from pretrain.data.new_tokens import differing_tokens
+
+    differing = differing_tokens(load_decoder(found), load_decoder(manifest.tokenizer_folder), may_extend=True)
+    if not differing:
+        return []
+    return [
+        f"data: its tokenizer {manifest.tokenizer_name} is not the one in {found}: {differing}; prepare the data with "
+        f"the run's tokenizer (--tokenizer {found}), or {_instead(begins_branch=begins_branch)}"
+    ]
+
+
+def _instead(*, begins_branch: bool) -> str:
+    """Returns the advice for a change that a checkpoint doesn't allow. Another --output doesn't help a branch."""
+    return "omit branch_from to start a new run" if begins_branch else "use another --output"

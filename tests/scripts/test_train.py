@@ -80,6 +80,12 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     again = train(recipe)
     assert "is already complete: 12 steps" in again.stdout
     assert losses(run) == curve, "a finished run must not be trained again"
+    hint = f"To export it again with these settings, remove {run}/final first."
+    assert hint not in again.stdout and hint in train(recipe, "--export.dtype", "fp32").stdout
+    shutil.rmtree(run / "final")
+    train(recipe, "--export.dtype", "fp32")
+    assert AutoModelForCausalLM.from_pretrained(run / "final").dtype == torch.float32
+    assert losses(run) == curve
 
 
 def test_golden_losses(recipe, tmp_path, tokenizer):

@@ -1,14 +1,16 @@
 """Tests for changes that prevent a run from resuming, and for rollbacks that must survive a crash between two
 checkpoints."""
 
+import hashlib
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.checkpoint.run_state import RunState, record_rollbacks, recorded_rollbacks
 from pretrain.files import write_durably
-from pretrain.training.continued_plan import identity_problems
+from pretrain.training.continued_plan import identity_problems, tokenizer_problems
 
 SAVED = {
     "model": "1234",
@@ -53,6 +55,38 @@ def test_a_changed_optimizer_is_rejected_even_if_it_is_named():
     (problem,) = identity_problems(SAVED, now, frozenset({"optim.name"}))
     assert problem.startswith('optim.name: the run was started with "adamw"') and "another --output" in problem
     assert "accept it" not in problem
+
+
+@pytest.mark.parametrize(("path", "other"), [("seed", 2), ("data.sequence_length", 32), ("optim.name", "muon")])
+def test_a_branch_is_told_to_become_a_new_run(path, other):
+    """A branch already has another --output."""
+    (problem,) = identity_problems(SAVED, SAVED | {path: other}, frozenset(), begins_branch=True)
+    assert "omit branch_from" in problem and "--output" not in problem
+
+
+def test_data_with_another_tokenizer_of_the_same_size_is_rejected(tokenizer, tmp_path):
+    checkpoint, longer, other = tmp_path / "checkpoint", tmp_path / "longer", tmp_path / "other"
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    longer_vocabulary = vocabulary | {"new token": 1 + max(vocabulary.values())}
+    swapped = vocabulary | {first: vocabulary[second], second: vocabulary[first]}
+    for folder, ids in ((checkpoint, vocabulary), (longer, longer_vocabulary), (other, swapped)):
+        folder.mkdir()
+        content["model"]["vocab"] = ids
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    def problems(folder, path="other shards"):
+        digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        manifest = SimpleNamespace(tokenizer_folder=folder, tokenizer_name=folder.name, tokenizer_sha256=digest)
+        plan = SimpleNamespace(identity={"data.train": path}, batches=SimpleNamespace(manifest=manifest))
+        return tokenizer_problems(checkpoint, {"data.train": "shards"}, plan)
+
+    (problem,) = problems(other)
+    assert problem.startswith(f"data: its tokenizer other is not the one in {checkpoint}: 2 of 5")
+    assert f"--tokenizer {checkpoint}" in problem and problem.endswith("or use another --output")
+    assert problems(tokenizer) == problems(checkpoint) == problems(longer) == []
+    assert problems(other, path="shards") == [], "only a change of the data is compared"
 
 
 def test_all_differences_are_reported_at_once():
