@@ -236,7 +236,7 @@ class _Run:
         removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
         skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
         if not removed:
-            return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+            return f"the input contains no documents ({skipped}), so nothing was written; {tally.advice_if_empty()}"
         advice = "use --filter to change a filter's parameters"
         message = f"no documents are left ({skipped}), so nothing was written; {advice}"
         return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
