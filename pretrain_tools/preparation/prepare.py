@@ -219,6 +219,8 @@ class _Run:
                         intake.commit()
                         committed = time.monotonic()
             if not intake.tally.documents and options.slice is None:
+                # Otherwise the folder would be kept to resume from.
+                shutil.rmtree(self.state_folder / FIRST_PASS, ignore_errors=True)
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
         except InputError:
