@@ -14,6 +14,7 @@ from pretrain_tools.preparation.documents.document_index import DOCUMENT, tokens
 from pretrain_tools.preparation.documents.sources import Position
 
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
+BAD_RECORDS_SHOWN = 3
 
 
 @dataclass
@@ -60,6 +61,15 @@ class Tally:
         }
         more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
         return f"{self.empty_documents:,} empty, {self.bad_records:,} bad{more}"
+
+    def advice_if_empty(self) -> str:
+        """Returns what to change if all documents were skipped. Lists the first bad records."""
+        if self.bad_records:
+            advice = "fix the bad records, or set --text_field or --input_format to match them:"
+            return "\n  ".join([advice, *self.first_bad_records[:BAD_RECORDS_SHOWN]])
+        if self.filtered_documents:
+            return "change --only, --min_characters or --max_characters, which excluded all documents"
+        return "use files that contain text"
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:

@@ -219,6 +219,8 @@ class _Run:
                         intake.commit()
                         committed = time.monotonic()
             if not intake.tally.documents and options.slice is None:
+                # Otherwise the folder would be kept to resume from.
+                shutil.rmtree(self.state_folder / FIRST_PASS, ignore_errors=True)
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
         except InputError:
@@ -236,7 +238,7 @@ class _Run:
         removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
         skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
         if not removed:
-            return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+            return f"the input contains no documents ({skipped}), so nothing was written; {tally.advice_if_empty()}"
         advice = "use --filter to change a filter's parameters"
         message = f"no documents are left ({skipped}), so nothing was written; {advice}"
         return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])

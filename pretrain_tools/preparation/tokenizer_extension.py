@@ -21,8 +21,8 @@ Pair = tuple[str, str]
 def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tokens: Sequence[str]) -> LoadedTokenizer:
     """Extends a tokenizer to `size` tokens: first adds the special tokens, then the most frequent merges.
 
-    Adds fewer tokens if no remaining pair occurs twice. Raises InputError if the tokenizer isn't byte-level BPE, or
-    `size` is too small.
+    Adds fewer tokens if no remaining pair occurs twice. Raises InputError if the tokenizer isn't byte-level BPE,
+    `size` is too small, or a special token is already another token.
     """
     tokenizer = json.loads(base.json)
     model = tokenizer["model"]
@@ -33,6 +33,14 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
             "--tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]
+    # A new ID for a known token would replace its old one.
+    ids = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    taken = [f"{token} (ID {ids[token]:,})" for token in special_tokens if token in ids]
+    if taken:
+        raise InputError(
+            f"--special_tokens: --tokenizer {base.name} already has the tokens {', '.join(taken)}; omit them to keep "
+            "them as they are, or use names that are not in its vocabulary"
+        )
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(
@@ -40,7 +48,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
             f"{base.vocabulary_size:,} tokens and --special_tokens adds {len(special_tokens)}; use a larger size"
         )
     # Put added tokens into the model's vocabulary, so that they keep their IDs.
-    vocabulary = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    vocabulary = dict(ids)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     next_id = base.vocabulary_size
     for token in special_tokens:

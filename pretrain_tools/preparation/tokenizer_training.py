@@ -46,7 +46,7 @@ class Sample:
     documents: int = 0
     text_bytes: int = 0
     skipped: Tally = field(default_factory=Tally)
-    """Number of bad records."""
+    """Counts of skipped documents and bad records."""
     held_out: list[bytes] = field(default_factory=list)
 
     @property
@@ -97,8 +97,11 @@ def train_tokenizer(request: PreparationRequest) -> None:
     else:
         trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
-        held_out = " (all are in the validation split: set --validation_fraction 0)" if sample.held_out else ""
-        raise InputError(f"the input contains no documents to train on{held_out}; use files that contain text")
+        if sample.held_out:
+            advice = "all are in the validation split: set --validation_fraction 0"
+        else:
+            advice = f"skipped {sample.skipped.skipped_text()}; {sample.skipped.advice_if_empty()}"
+        raise InputError(f"the input contains no documents to train on; {advice}")
     temporary = output.with_name(output.name + ".tmp")
     try:
         trained.save(temporary)
@@ -134,7 +137,8 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
     """Yields the documents that a preparation would read, without its limits."""
     for part in request.documents.parts(request.options.reading, BEGINNING):
-        records, _, problems = read_part(part, request.options, request.split)
+        records, counts, problems = read_part(part, request.options, request.split)
+        skipped.add(counts)
         count_problems(problems, skipped, request.options)
         yield from records
 

@@ -64,6 +64,11 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
         problems.attempt(refuse_url, str(run))
         if len(problems) == known:
             problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
+    elif not read_config(run):
+        problems.append(
+            f"--run {run}: config.yaml is damaged or empty, so the card could not describe the training; restore it "
+            "from a copy of the run, such as its mirror"
+        )
     else:
         wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
         return problems.attempt(find_publishable, run, **wanted) or []

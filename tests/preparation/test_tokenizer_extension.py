@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -68,6 +69,17 @@ def test_unsupported_tokenizers_are_not_extended(tokenizer):
     other = dataclasses.replace(base, json=json.dumps(content).encode())
     with pytest.raises(InputError, match="only byte-level BPE tokenizers can be extended"):
         extended(other, [], 600, [])
+
+
+def test_tokens_that_already_exist_do_not_become_special(tokenizer):
+    base = load_tokenizer(tokenizer)
+    backend = Tokenizer.from_buffer(base.json)
+    word = backend.id_to_token(base.vocabulary_size - 1)
+    backend.add_tokens(["<think>"])
+    added = dataclasses.replace(base, json=backend.to_str().encode(), vocabulary_size=base.vocabulary_size + 1)
+    said = f"already has the tokens {word} (ID {base.vocabulary_size - 1}), <think> (ID {base.vocabulary_size}); omit"
+    with pytest.raises(InputError, match=re.escape(said)):
+        extended(added, [NEW_TEXT], base.vocabulary_size + 12, ["<|user|>", word, "<think>"])
 
 
 def test_the_command_extends_with_special_tokens(tokenizer, tmp_path):

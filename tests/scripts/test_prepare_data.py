@@ -172,6 +172,30 @@ def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("goal", ["shards", "tokenizer"])
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        (("--text_field", "body", "--on_error", "skip"), r"--text_field .*\n  a.jsonl, line 1: no field 'body'"),
+        (("--min_characters", 100), r"0 bad, 2 filtered.* change --only, --min_characters"),
+    ],
+)
+def test_why_no_documents_are_left_is_told(tmp_path, run, goal, option, said):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    training = ("--train_tokenizer", 300) if goal == "tokenizer" else ()
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", *option, *training)
+    with pytest.raises(InputError, match=said):
+        run(*arguments, with_tokenizer=not training)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_near_duplicate_search_without_documents_leaves_nothing(tmp_path, run):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": ""}\n')
+    with pytest.raises(InputError, match="nothing was written"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", 0.8)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_first_document_longer_than_max_tokens_is_an_error_that_leaves_nothing(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["", "many more than five tokens of text"])
     with pytest.raises(InputError, match=r"the first document is longer than --max_tokens 5, .* raise --max_tokens"):

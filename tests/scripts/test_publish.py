@@ -295,6 +295,13 @@ def test_bad_input_is_refused(arguments, words, logged_out):
     assert any(words in problem for problem in refusal(*arguments))
 
 
+@pytest.mark.parametrize("content", ["", "{: ["])
+def test_a_run_with_a_damaged_config_is_not_published(run, logged_out, content):
+    (run / "config.yaml").write_text(content)
+    problems = refusal("--run", run, "--repo", "me/tiny", "--license", "mit")
+    assert any(f"--run {run}: config.yaml is damaged or empty" in problem for problem in problems)
+
+
 def test_an_unfinished_run_offers_its_checkpoint(run, logged_out):
     shutil.rmtree(run / "final")
     assert f"--run {run}: contains no final/, so training hasn't finished; use --checkpoint 8" in refusal("--run", run)

@@ -407,3 +407,21 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     with pytest.raises(InputError, match="excludes all 2 input files"):
         find_sources([f"{tmp_path}/*"], exclude=["*"])
     assert texts_of([tmp_path / "a.doc"], format_name="txt") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("names", "suffix"),
+    [
+        ([], ".jsonl"),
+        (["a.py", "b/c.py", "d.txt"], ".py"),
+        (["a.jsonl.zst", "b.docx", "c.docx"], ".jsonl.zst"),
+        (["A.TGZ"], ".TGZ"),
+    ],
+)
+def test_a_folder_is_refused_with_a_pattern_for_its_files(tmp_path, names, suffix):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    said = f"is a folder; specify its files, such as '{tmp_path}/**/*{suffix}'"
+    with pytest.raises(InputError, match=re.escape(said)):
+        find_sources([str(tmp_path)])
