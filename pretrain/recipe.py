@@ -259,7 +259,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
         flag = rest.pop(0)
         key, equals, value = flag.removeprefix("--").partition("=")
         if not flag.startswith("--"):
-            problems.append(f"{flag!r}: expected --section.key VALUE")
+            problems.append(f"{flag!r}: expected --section.key VALUE; write a list as '[first, second]'")
         elif not equals and (not rest or rest[0].startswith("--")):
             if key in SWITCHES:
                 pairs.append((key, "true"))

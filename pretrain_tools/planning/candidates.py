@@ -394,8 +394,10 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     """Explains the choice of `recommend` in one sentence."""
     same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
     if not same:
-        others = sum(candidate.runs for candidate in candidates) - 1
-        return f"{chosen.label} is the fastest that fits." if others else f"Only {chosen.label} fits."
+        if sum(candidate.runs for candidate in candidates) > 1:
+            return f"{chosen.label} is the fastest that fits."
+        could_run = any(candidate.memory for candidate in candidates if candidate is not chosen)
+        return f"Only {chosen.label} {'fits' if could_run else 'can run this recipe'}."
     with_batch = " with the recipe's micro-batch" if chosen.fits else ""
     names = ", ".join(candidate.label for candidate in same)
     return (

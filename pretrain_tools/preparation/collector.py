@@ -12,6 +12,7 @@ import numpy as np
 from pretrain.data.manifest import id_dtype
 from pretrain.errors import InputError
 from pretrain.files import as_json, write_durably
+from pretrain.units import counted
 from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED, read_index
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
@@ -115,8 +116,9 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
         bad_records += problem.records
         if bad_records > options.max_errors:
             raise InputError(
-                f"{problem.place}: {problem.reason}. That makes {bad_records:,} bad records, but --max_errors is "
-                f"{options.max_errors:,}; fix the input, or use a larger --max_errors to resume from this record"
+                f"{problem.place}: {problem.reason}. That makes {counted(bad_records, 'bad record')}, but "
+                f"--max_errors is {options.max_errors:,}; fix the input, or use a larger --max_errors to resume from "
+                "this record"
             )
     tally.bad_records = bad_records
     room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)

@@ -310,7 +310,9 @@ def test_the_choice_among_equals_has_a_reason():
     )
     assert recommend([zero1, able("ddp", 1.0, fits=False)]) is zero1
     assert reason_of(zero1, [zero1, slow]) == "zero1 is the fastest that fits."
-    assert reason_of(slow, [slow, Candidate(layout("ddp", 8), ["no"])]) == "Only pp fits."
+    too_large = Candidate(layout("ddp", 8), [], Memory(1e12, 0, 0, 0, 0, "loss"))
+    assert reason_of(slow, [slow, too_large]) == "Only pp fits."
+    assert reason_of(slow, [slow, replace(too_large, memory=None)]) == "Only pp can run this recipe."
     tp = replace(slow, time=StepTime(0.9, 0.1, {"tp": 0.5}))
     assert shares_of(tp) == "60% computing, 33% summing hidden states across tp, 7% waiting in the pipeline"
 

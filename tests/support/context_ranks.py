@@ -86,7 +86,7 @@ def compare(name: str) -> dict[str, float]:
     strategy = MeshStrategy("fp32", SimpleNamespace(batch=SimpleNamespace(no_sync=False)))
     causal_lm = build_meta_model(config, attention=attention)
     checkpoint_activations(causal_lm, "full" if "recomputed" in name else "none")
-    settings = SimpleNamespace(learning_rate=0.0)
+    settings = SimpleNamespace(name="adamw", learning_rate=0.0)
     scales = {name: VISIBLE for name, parameter in causal_lm.named_parameters() if parameter.dim() > 1}
     weights = InitialWeights(seed=0, scales=scales)
     model = strategy.prepare(LanguageModelLoss(causal_lm), weights, adamw(settings, causal_lm))
