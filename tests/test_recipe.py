@@ -236,7 +236,7 @@ def test_a_recipe_without_data_is_refused(recipe):
     ("argv", "message"),
     [
         (["--config"], "--config: requires a value"),
-        (["x.json"], "'x.json': expected --section.key VALUE; write a list as '[first, second]'"),
+        (["x.json"], r"'x.json': expected --section.key VALUE; write a list as '\[first, second\]'"),
         (["x.yaml"], "--config x.yaml: no such recipe"),
         (["--seed", "1"], "use one recipe"),
     ],
