@@ -443,10 +443,10 @@ class Strategy:
 
     def state_problem(self) -> str:
         """Returns an error if this rank's optimizer state doesn't match `OptimizerSpec.state_shapes`, otherwise ""."""
-        found = self.state_shapes().items()
+        found = self.actual_state_shapes().items()
         return next(filter(None, (state_problem(self.config.optim.name, self.spec, *of_one) for of_one in found)), "")
 
-    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Returns {parameter: {key: unsharded shape}} for this rank's optimizer state."""
         return {
             self.name_of[parameter]: {

@@ -282,11 +282,11 @@ class Zero(Strategy):
         shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
         return gathered_group(shapes, self.get)
 
-    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         if self.spec.state_is_whole:
-            return super().state_shapes()
+            return super().actual_state_shapes()
         shapes = self.shapes()
-        return {name: self.masters.state_shapes(p, shapes[name]) for name, p in self.parameter_of.items()}
+        return {name: self.masters.actual_state_shapes(p, shapes[name]) for name, p in self.parameter_of.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns {name: unsharded shape} for all parameters."""

@@ -138,7 +138,7 @@ class Masters:
         """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
         return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32)
 
-    def state_shapes(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def actual_state_shapes(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns {key: unsharded shape} for a parameter with this shape. State is a number or as large as it."""
         return {key: shape if getattr(value, "ndim", 0) else () for key, value in self._state_of(parameter).items()}
 

@@ -223,7 +223,8 @@ def script_case(material: Material, number: int) -> Case:
     folder = material.place(f"script-{number}")
     script = list(SCRIPT_OPTIONS)[number % len(SCRIPT_OPTIONS)]
     words = base_of(rng, script, material, folder)
-    names = [word for word in words[1:] if script == "runs.py" and word != str(material.run)]  # may not be a run
+    # A command of runs.py may name a folder that isn't a run. Then the error is about the folder.
+    names = [word for word in words[1:] if script == "runs.py" and word != str(material.run)]
     for _ in range(rng.choice((1, 1, 2, 3))):
         option = rng.choice(SCRIPT_OPTIONS[script])
         value = rng.choice([*VALUES, str(folder), str(material.text)])
