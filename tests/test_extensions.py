@@ -154,6 +154,16 @@ def test_an_optimizer_with_its_own_step_count_resumes_with_zero(extended, tmp_pa
         assert figures == pytest.approx(expected[step], rel=5e-5)
 
 
+def test_zero_rejects_scalars_that_differ_between_parameters(extended, tmp_path):
+    changed = AVERAGED_SGD.replace('"age": 0', '"age": parameter.shape[0]')
+    (tmp_path / "ideas.py").write_text(EXTENSION + changed)
+    words = ("train.py", "--config", extended, "--optim.name", "averaged_sgd", "--checkpoint.save_final", "false")
+    run_script(*words, "--checkpoint.stop_at_step", "2", check=False)
+    result = launch("zero2", 2, *words, check=False)
+    assert "averaged_sgd saved a different age for each parameter (" in result.stdout + result.stderr
+    assert "exitcode  : 2" in result.stderr and len(curve(tmp_path / "run")) == 2
+
+
 def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))

@@ -341,11 +341,11 @@ class Zero(Strategy):
         shapes = {f"{name}.{key}": shape for name, keys in kept.items() for key, shape in keys.items()}
         check_state(self.config.optim.name, shapes, optimizer)
 
-        def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            name = self.name_of[parameter]  # all parameters in a group have the same keys and scalars
+        def state_of(parameters: list[torch.Tensor], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+            names = [self.name_of[parameter] for parameter in parameters]  # all have the same keys
             return {
-                key: torch.zeros_like(flat) if shape else optimizer[f"{name}.{key}"].clone().to(flat.device)
-                for key, shape in kept[name].items()
+                key: torch.zeros_like(flat) if shape else self._scalar_of_all(names, key, optimizer).to(flat.device)
+                for key, shape in kept[names[0]].items()
             }
 
         self.masters.create_state(state_of)
@@ -353,6 +353,18 @@ class Zero(Strategy):
             for key in (key for key, shape in keys.items() if shape):
                 self.masters.set(self.parameter_of[name], key, optimizer[f"{name}.{key}"])
         self.masters.release()
+
+    def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the scalar that these parameters of a flat tensor share. Raises InputError if they differ."""
+        values = {name: float(saved[f"{name}.{key}"]) for name in names}
+        least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+        if values[least] != values[most]:
+            raise InputError(
+                f"optim.name: {self.config.optim.name} saved a different {key} for each parameter ({values[least]:g} "
+                f"for {least}, {values[most]:g} for {most}), but ZeRO keeps one for many parameters; resume with ddp, "
+                'fsdp2 or a mesh, and remove "pieces" from its `takes`'
+            )
+        return saved[f"{names[0]}.{key}"].clone()
 
     def get(self, name: str) -> torch.Tensor:
         """Gathers a master weight or optimizer state ('<parameter>.<state>') on every rank (a collective call)."""

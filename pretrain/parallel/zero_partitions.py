@@ -111,14 +111,14 @@ class Masters:
         self._present = None
         self._changed = False
 
-    def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    def create_state(self, state_of: Callable[[list[torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]) -> None:
         """Creates the optimizer state, which otherwise wouldn't exist before the first step.
 
-        state_of: returns the state for a flat tensor, given (one of its parameters, the flat tensor).
+        state_of: returns the state for a flat tensor, given (its parameters, the flat tensor).
         """
         for group, flat in enumerate(self.flats):
             self._bring_in(group)  # until then, the flat tensor is empty
-            self._optimizer.optimizer.state[flat] = state_of(self.groups[group][0], flat)
+            self._optimizer.optimizer.state[flat] = state_of(self.groups[group], flat)
             if group == self._present:
                 # DeepSpeed can only read tensors back in after it has swapped them out once.
                 self._changed = True
