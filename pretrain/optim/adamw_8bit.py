@@ -157,6 +157,8 @@ class AdamW8bitSpec(OptimizerSpec):
     takes = ("whole", "sharded")
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return []  # a plan for another machine
         try:
             import bitsandbytes
         except ImportError:

@@ -289,7 +289,6 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         set_end_of_document(model_config, manifest.end_of_document_id)
     losses_of_routers = None
     if model_config is not None:
-        problems += length_problems(model_config, data.sequence_length)
         stage_configs = [model_config]
         if data.stages:
             from pretrain.model.positions import configs_of_stages
@@ -298,19 +297,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         meta_model = problems.attempt(shared_meta_model, model_config)
         if meta_model is not None:
             losses_of_routers = problems.attempt(router_losses, config.loss, meta_model)
-            problems += problems.attempt(optimizer_problems, config.optim, meta_model, device) or []
-        if config.loss.terms:
-            from pretrain.model.loss_terms import term_problems
-
-            problems += (
-                problems.attempt(
-                    term_problems, config.loss, config.compile, scales_width=config.optim.parametrization != "standard"
-                )
-                or []
-            )
-        if meta_model is not None:
-            problems.attempt(require_generation, config.samples, meta_model)
-            problems += checkpointing_problems(config, meta_model)
+            problems += model_problems(config, meta_model, device)
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
@@ -361,6 +348,20 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         batches=batches,
         identity=identity_of(config, model_config, batches),
     )
+
+
+def model_problems(config: RunConfig, meta_model: PreTrainedModel, device_type: str) -> list[str]:
+    """Lists settings that don't work with this model, whatever the data and the strategy are."""
+    problems = Problems(length_problems(meta_model.config, config.data.sequence_length))
+    problems += problems.attempt(optimizer_problems, config.optim, meta_model, device_type) or []
+    if config.loss.terms:
+        from pretrain.model.loss_terms import term_problems
+
+        scales_width = config.optim.parametrization != "standard"
+        problems += problems.attempt(term_problems, config.loss, config.compile, scales_width=scales_width) or []
+    problems.attempt(require_generation, config.samples, meta_model)
+    problems += checkpointing_problems(config, meta_model)
+    return problems
 
 
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:

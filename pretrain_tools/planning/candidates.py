@@ -22,7 +22,7 @@ from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.parallel.tensor_parallel import plan_problem
-from pretrain.training.run_plan import length_problems, ramp_of, sequences_of, steps_between
+from pretrain.training.run_plan import length_problems, model_problems, ramp_of, sequences_of, steps_between
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
@@ -173,10 +173,10 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     )
 
 
-def refuse_what_training_rejects(config: RunConfig, model_config: Any, total_steps: int) -> None:
+def refuse_what_training_rejects(config: RunConfig, model_config: Any, total_steps: int, device_type: str) -> None:
     """Raises InputError for settings that no strategy supports, using the trainer's checks."""
     problems = [
-        *checkpointing_problems(config, shared_meta_model(model_config)),
+        *model_problems(config, shared_meta_model(model_config), device_type),
         *averaging_problems(
             config.averaging,
             total_steps=total_steps,

@@ -120,7 +120,7 @@ def build_plan(
     model_config = planned_model_config(config)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    refuse_what_training_rejects(config, model_config, work.steps)
+    refuse_what_training_rejects(config, model_config, work.steps, hardware.device_type)
     mfu = mfu or default_mfu(work.active, hardware.device_type, hardware.gpu.peak_flops(precision))
     case = Case(
         PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),

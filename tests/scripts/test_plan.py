@@ -495,11 +495,16 @@ def test_all_problems_at_once(recipe):
         ([("precision", "bf16")], "v100", "precision: v100 doesn't support bf16; use --precision fp16"),
         ([("batch.tokens_per_step", "1000")], "h100", "1,000 is not a multiple of data.sequence_length 64"),
         ([("data.sequence_length", "256")], "h100", "is more than the model's max_position_embeddings"),
+        ([("optim.muon.qk_clip", "100")], "h100", "optim.muon.qk_clip: requires optim.name: muon, got adamw"),
     ],
 )
 def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message):
     with pytest.raises(InputError, match=message):
         plan_of(recipe, *overrides, gpu=gpu)
+
+
+def test_a_missing_gpu_package_does_not_prevent_a_plan(recipe):
+    assert plan_of(recipe, ("optim.name", "adamw_8bit"), gpu="h100").recommended
 
 
 def test_an_unknown_gpu_can_be_described():
