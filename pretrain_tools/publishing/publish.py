@@ -21,7 +21,7 @@ from pretrain_tools.publishing.provenance import provenance_problems, provenance
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
 from pretrain_tools.runs.addresses import download
-from pretrain_tools.runs.history import append_events, refuse_url
+from pretrain_tools.runs.history import append_events, refuse_url, refuse_url_output
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status if an upload fails, or if verification finds differences."""
@@ -96,6 +96,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
     models = find_models(arguments, problems)
     if output := arguments.output:
+        problems.attempt(refuse_url_output, "--output", output)
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: must be a folder, not a file")
         taken = [model.revision for model in models if (output / model.revision).exists()]
@@ -107,6 +108,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     """Writes one of a run's models as a GGUF file. Raises InputError, or PublishError if the disk is full."""
     file = arguments.gguf
+    problems.attempt(refuse_url_output, "--gguf", file)
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():

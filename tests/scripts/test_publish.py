@@ -332,6 +332,8 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     card = (tmp_path / "dry/main/README.md").read_text()
     assert "license: mit" in card and "- en" in card and 'model="me/x"' in card
     assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
+    (problem,) = refusal("--run", run, "--dry_run", "--output", "s3://b/dry")
+    assert problem.startswith("--output s3://b/dry: must be a local path")
 
 
 def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):
