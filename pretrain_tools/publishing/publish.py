@@ -14,7 +14,7 @@ from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
 from pretrain.files import SIGNATURE_FILE
 from pretrain.processes import folder_lock, is_held, wait_until_free
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
-from pretrain.runs.run_folder import checkpoint_name, read_config, setting
+from pretrain.runs.run_folder import checkpoint_name, output_problem, read_config, setting
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text
@@ -99,6 +99,8 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         problems.attempt(refuse_url_output, "--output", output)
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: must be a folder, not a file")
+        elif problem := output_problem(output):
+            problems.append(f"--{problem}")
         taken = [model.revision for model in models if (output / model.revision).exists()]
         problems += [f"--output {output}: already contains {name}; use another folder" for name in taken]
     problems.stop_if_any()

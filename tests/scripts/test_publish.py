@@ -334,6 +334,8 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
     (problem,) = refusal("--run", run, "--dry_run", "--output", "s3://b/dry")
     assert problem.startswith("--output s3://b/dry: must be a local path")
+    (problem,) = refusal("--run", run, "--dry_run", "--output", run / "config.yaml/dry")
+    assert "config.yaml is not a folder but a file; use another name" in problem
 
 
 def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):
