@@ -7,6 +7,7 @@ produces a model soup (Wortsman et al., arXiv 2203.05482).
 
 import itertools
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,8 @@ def merge_models(
         raise InputError(
             f"--output {output}: cannot be written ({error}); free up disk space, or use another disk"
         ) from error
-    return f"The mean of {', '.join(names)} is in {output}.\nTry: python evaluate.py --model {output} --data FOLDER"
+    trial = f"python evaluate.py --model {shlex.quote(str(output))} --data FOLDER"
+    return f"The mean of {', '.join(names)} is in {output}.\nTry: {trial}"
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:

@@ -74,7 +74,8 @@ def test_experts_under_either_name_are_the_same_model(tmp_path):
     assert expected.keys() != saved(ours).keys()
     for texts in ([str(ours), str(sealed)], [str(sealed), str(ours)]):
         folder = tmp_path / f"mean, {Path(texts[0]).name}"
-        merge_models(texts, last=None, weights="raw", output=folder)
+        said = merge_models(texts, last=None, weights="raw", output=folder)
+        assert f"--model '{folder}' --data" in said
         assert saved(folder).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
     wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
