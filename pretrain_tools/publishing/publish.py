@@ -15,7 +15,7 @@ from pretrain.files import SIGNATURE_FILE
 from pretrain.processes import folder_lock, is_held, wait_until_free
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
 from pretrain.runs.run_folder import checkpoint_name, output_problem, read_config, setting
-from pretrain_tools.publishing.facts import Publication
+from pretrain_tools.publishing.facts import Publication, gaps_in_records
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
@@ -104,6 +104,8 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         taken = [model.revision for model in models if (output / model.revision).exists()]
         problems += [f"--output {output}: already contains {name}; use another folder" for name in taken]
     problems.stop_if_any()
+    for gap in dict.fromkeys(gap for model in models for gap in gaps_in_records(arguments.run, model.step)):
+        print(f"warning: {gap}, so the model card is incomplete; restore it from a copy of the run", file=sys.stderr)
     return models
 
 

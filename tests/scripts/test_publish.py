@@ -325,6 +325,16 @@ def test_a_recipe_without_milestones_has_none(run, logged_out):
     )
 
 
+def test_gaps_in_the_records_are_reported(tmp_path, logged_out, capsys):
+    run = write_run(tmp_path / "x", steps=(4,))
+    (run / "model.json").unlink()
+    output = tmp_path / "dry"
+    assert publish.main(["--run", str(run), "--repo", "me/x", *OFFER, "--dry_run", "--output", str(output)]) == 0
+    assert (
+        f"warning: {run}/model.json is missing or damaged, so the model card is incomplete" in capsys.readouterr().err
+    )
+
+
 def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     publication = {"license": "mit", "language": ["en"]}
     run = write_run(tmp_path / "x", steps=(4,), hub={"repository": "me/x", "private": True}, publish=publication)
