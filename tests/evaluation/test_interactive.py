@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from transformers import AutoTokenizer
 
+from evaluate import read_arguments
+from pretrain.errors import InputError
 from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
 from support.project import run_script, start_script
@@ -63,6 +65,12 @@ def test_a_text_that_is_too_long_is_cut_with_a_note(model):
     _, errors = session(model, "def", "def " * 40, arguments=arguments)
     (note,) = [line for line in errors.splitlines() if line.startswith("using only")]
     assert note.startswith("using only the last 12 of ") and "512 positions, and --max_new_tokens is 500" in note
+
+
+def test_closed_standard_input_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="--interactive: standard input is closed; use a terminal"):
+        read_arguments(["--model", "x", "--interactive"])
 
 
 def test_ctrl_c_stops_generation_and_ctrl_d_the_session(model):
