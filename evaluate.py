@@ -99,6 +99,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.interactive:
         if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
             problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
+        if sys.stdin is None:
+            problems.append("--interactive: standard input is closed; use a terminal, a pipe or --prompt TEXT")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             problems.append("--interactive: must run in a single process; start it with python evaluate.py")
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:

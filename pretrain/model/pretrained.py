@@ -161,6 +161,7 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported below
             output_loading_info=True,
         )
     except (ImportError, ValueError, SafetensorError, OSError) as error:

@@ -1,5 +1,6 @@
 """Ends a run, early or after exporting the model."""
 
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def finish(run: Run) -> int:
         run.mirror.close()
     if final:
         trust = " --trust_remote_code" if run.config.trust_remote_code else ""
-        try_it = f"python evaluate.py --model {final} --interactive{trust}"
+        try_it = f"python evaluate.py --model {shlex.quote(str(final))} --interactive{trust}"
         run.strategy.ranks.print(f"The model is in {final}. Try: {try_it}")
     return EXIT_DONE
 

@@ -294,7 +294,8 @@ def answer(run: Run) -> None:
         return  # arrived late; the next step handles it
     done = run.request != Request.SAVE or run.is_saved
     if done and run.request in ANSWERED:
-        step = run.state.step
+        # A repeated request doesn't restart the decay.
+        step = run.state.anneal_from if run.request == Request.ANNEAL else run.state.step
         by = "runs.py" if run.control.asked else "budget.minutes"
         command = run.request.name.lower()
         run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)

@@ -178,6 +178,8 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
             f"({one_line(error)}); copy the tokenizer files to the model folder"
         ) from error
     if arguments.prompt is not None:
+        if not is_utf8(arguments.prompt):
+            raise InputError("--prompt: must be UTF-8; convert it, for example with iconv")
         job.prompt_ids_BT = encode_prompt(job.tokenizer, arguments.prompt)
         tokens = job.prompt_ids_BT.shape[1]
         positions = getattr(job.config, "max_position_embeddings", None) or math.inf
@@ -276,7 +278,7 @@ def interact(
 ) -> None:
     """Continues text until `:quit` or the end of the input. Increases the seed by 1 after each generation.
 
-    If the text is too long, only its end is used. first: optional prompt.
+    If the text is too long, only its end is used, and a note says so. first: optional prompt.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
     most = positions - sampling.max_new_tokens
@@ -289,11 +291,16 @@ def interact(
     for line in lines(first):
         if line == ":quit":
             return
-        if line.startswith(":") and not (line == ":more" and text):
+        if not is_utf8(line):
+            print("the input must be UTF-8; convert it, for example with iconv", file=sys.stderr)
+        elif line.startswith(":") and not (line == ":more" and text):
             print(f"{line}: unknown, or there is no text yet\n{HELP}", file=sys.stderr)
         elif line:
             text = text if line == ":more" else line.replace("\\n", "\n")
             ids_BT = encode_prompt(tokenizer, text)
+            if (tokens := ids_BT.shape[1]) > most:
+                why = f"the model has {positions:,} positions, and --max_new_tokens is {sampling.max_new_tokens:,}"
+                print(f"using only the last {most:,} of {tokens:,} tokens, because {why}", file=sys.stderr)
             streamer = TextStreamer(tokenizer, skip_special_tokens=True)
             try:
                 text = generate_text(model, tokenizer, ids_BT[:, -most:], sampling, streamer)
@@ -304,11 +311,17 @@ def interact(
             print(flush=True)
 
 
+def is_utf8(text: str) -> bool:
+    """Returns True if all bytes of an argument or an input line were valid UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def lines(first: str | None) -> Iterator[str]:
     """Yields `first`, then lines from standard input. In a terminal, line editing and history are available."""
     if first is not None:
         yield first
     is_terminal = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # by default, the first invalid byte ends the session
     if is_terminal:
         with suppress(ImportError):  # not available in every Python
             import readline  # noqa: F401

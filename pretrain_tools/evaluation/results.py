@@ -16,7 +16,7 @@ from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
-from pretrain_tools.runs.history import Score, append_events, scores_of
+from pretrain_tools.runs.history import Score, append_events, refuse_url_output, scores_of
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def append_to_run(evaluation: ModelResults) -> None:
 
 def require_writable(path: Path) -> None:
     """Raises InputError if the results can't be written to this path."""
+    refuse_url_output("--output", path)
     if path.is_dir():
         raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
     if not path.parent.is_dir():

@@ -9,8 +9,16 @@ from typing import Any
 
 from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
-from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
-from pretrain_tools.runs.history import History, Score, count_flops, planned_steps, scores_of
+from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, read_config, read_json, read_state, setting
+from pretrain_tools.runs.history import (
+    BY_OTHER_PROCESSES,
+    History,
+    Score,
+    count_flops,
+    measured,
+    planned_steps,
+    scores_of,
+)
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -95,6 +103,8 @@ class Facts:
     history: History
     """Events up to `step`."""
     step: int
+    tokens: int | None
+    """Number of training tokens seen up to `step`."""
     total_steps: int | None
     sources: list[DataSource]
     scores: list[Score]
@@ -135,11 +145,6 @@ class Facts:
         return bool(self.total_steps and self.step < self.total_steps)
 
     @property
-    def tokens(self) -> int | None:
-        """Number of training tokens seen."""
-        return self.history.last("train").get("tokens")
-
-    @property
     def parameters(self) -> int | None:
         return self.start.get("parameters")
 
@@ -172,7 +177,10 @@ class Facts:
 
         Repeated steps are counted once. The training of a pretrained initial model isn't included.
         """
-        return None if self.tokens is None else count_flops(self.history)
+        logged = self.history.last("train").get("tokens")
+        flops = count_flops(self.history)
+        # The last log line may be before `step`.
+        return flops * self.tokens / logged if flops and self.tokens and logged else None
 
 
 def read_facts(
@@ -194,6 +202,9 @@ def read_facts(
     history = History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at])
     # A start at the model's own step doesn't affect it.
     starts = [event for event in history.of("start") if (event.get("step") or 0) < at]
+    state = read_state(run / "checkpoints" / checkpoint_name(at))
+    # The checkpoint may be gone, and a log with logging.every_steps doesn't contain every step.
+    tokens = [event["tokens"] for event in measured(history.events, "tokens") if event.get("step") == at]
     return Facts(
         run_name=run.resolve().name,
         config=config,
@@ -202,12 +213,24 @@ def read_facts(
         environment=read_json(run / "environment.json"),
         history=history,
         step=at,
+        tokens=setting(state, "state.tokens") or (tokens[-1] if tokens else None),
         total_steps=planned_steps(whole.events),
         sources=read_sources(config, read_json(run / DATA_FILE), starts),
         scores=[score for event in whole.of("evaluation") if event.get("step") == at for score in scores_of(event)],
-        lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
+        lineage=setting(state, "state.lineage") or [],
         offer=offer or Publication(),
     )
+
+
+def gaps_in_records(run: Path, step: int) -> list[str]:
+    """Lists a run's missing, damaged or incomplete records, without which the card of the model at `step` has gaps."""
+    names = ("model.json", "strategy.json", "environment.json", DATA_FILE)
+    gaps = [f"{run / name} is missing or damaged" for name in names if not read_json(run / name)]
+    trained = [event for event in read_metrics(run) if event["event"] not in BY_OTHER_PROCESSES]
+    last = max((event["step"] for event in measured(trained, "step")), default=0)
+    if last < step:
+        gaps.append(f"{run / METRICS_FILE} ends at step {last:,}, before the model's step {step:,}")
+    return gaps
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any], starts: list[Event]) -> list[DataSource]:

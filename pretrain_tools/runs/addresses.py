@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, is_first_on_machine, one_line
 from pretrain.files import SEAL_FILE
-from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
+from pretrain.runs.run_folder import METRICS_FILE, best_step, checkpoint_damage, checkpoint_folders, read_state
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?:@[\w./-]+)?")
@@ -80,7 +80,11 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
     if (final / "config.json").is_file():
         return _undamaged(f"{text.rstrip('/')}/final", final)
     if not checkpoint_folders(folder):
-        raise InputError(f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/")
+        is_run = (folder / METRICS_FILE).is_file()
+        advice = "wait for its first checkpoint, or save one with runs.py save RUN" if is_run else "use another folder"
+        raise InputError(
+            f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/; {advice}"
+        )
     for address in newest_models(folder):
         return address
     raise InputError(f"{text}: {folder} has no intact checkpoint; resume training, or restore a checkpoint")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ def recorded_settings(run: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name}
 
 
+def warn_of_settings(run: Path) -> None:
+    """Prints a warning if the run's settings can't be read."""
+    if not read_config(run):
+        print(
+            f"warning: {run / 'config.yaml'}: is missing or unreadable, so its settings aren't shown", file=sys.stderr
+        )
+
+
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Returns {name: list of the runs' values} for settings that differ, with None for missing values."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
@@ -45,12 +54,16 @@ def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
     """Formats a run's results as {name: text}. Omits missing results."""
-    losses = history.values("loss")[-SMOOTHED_LINES:]
+    lines = history.of("train")[-SMOOTHED_LINES:]
+    losses = [event["loss"] for event in measured(lines, "loss")]
+    mean = f"{statistics.fmean(losses):.4f}" if losses else "-"
+    if 0 < len(losses) < len(lines):
+        mean += f" ({len(lines) - len(losses)} not finite)"
     results = {
         "state": state_text(status),
         "step": text_of(status.step, ","),
         "tokens": text_of(history.last("train").get("tokens"), ","),
-        f"training loss, last {SMOOTHED_LINES} lines": f"{statistics.fmean(losses):.4f}" if losses else "-",
+        f"training loss, last {SMOOTHED_LINES} lines": mean,
     }
     for source, events in history.validation().items():
         if validations := measured(events, "loss"):
@@ -87,6 +100,8 @@ def comparison_text(folders: list[Path]) -> str:
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: needs at least two runs; for a single run, use summary")
     require_runs(folders)
+    for run in folders:
+        warn_of_settings(run)
     header = ["", *map(str, folders)]
     differ = setting_differences([recorded_settings(run) for run in folders])
     # The output folder always differs.
@@ -106,6 +121,7 @@ def _cell(value: Any) -> str:
 def summary_text(run: Path) -> str:
     """Formats a one-page summary of a run. Raises InputError if the folder isn't a run."""
     history = read_history(run)
+    warn_of_settings(run)
     start = history.last("start")
     records = read_json(run / "data.json").values()
     kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]

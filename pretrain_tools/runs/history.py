@@ -6,6 +6,7 @@ step it went back to.
 """
 
 import json
+import math
 import os
 import re
 import statistics
@@ -143,12 +144,13 @@ def scores_of(event: Event) -> list[Score]:
 
 
 def is_number(value: object) -> bool:
-    # bool is a subclass of int.
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Returns True for a finite number."""
+    # bool is a subclass of int. Other programs may log NaN, which train.py logs as null.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def measured(events: Iterable[Event], measure: str) -> list[Event]:
-    """Returns the events in which a value is a number."""
+    """Returns the events in which a value is a finite number."""
     return [event for event in events if is_number(event.get(measure))]
 
 
@@ -169,13 +171,24 @@ def require_run(folder: Path) -> Path:
 
 def refuse_url(text: str) -> None:
     """Raises InputError if the text is a URL, even if Path has collapsed its double slash."""
-    scheme, colon, rest = text.partition(":/")
-    if colon and scheme.isidentifier() and not Path(text).exists():
-        url = f"{scheme}://{rest.lstrip('/')}"
+    if url := url_in(text):
         raise InputError(
             f"{url}: only local runs are supported; download it with python -m pretrain.checkpoint.mirror_fetch "
             f"{url.partition('@')[0]}, then use runs/NAME"
         )
+
+
+def refuse_url_output(option: str, path: Path) -> None:
+    """Raises InputError if the path of an output file or folder is a URL."""
+    if url := url_in(str(path)):
+        raise InputError(f"{option} {url}: must be a local path; write it to this machine and upload it from there")
+
+
+def url_in(text: str) -> str | None:
+    """Returns the URL, or None if the text isn't one. Adds a slash that Path has dropped."""
+    scheme, colon, rest = text.partition(":/")
+    is_url = colon and scheme.isidentifier() and not Path(text).exists()
+    return f"{scheme}://{rest.lstrip('/')}" if is_url else None
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
@@ -190,7 +203,7 @@ def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
     """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside other runs."""
     patterns = ["*/" * level + METRICS_FILE for level in range(depth + 1)]
     found = {(folder / log).parent for pattern in patterns for log in glob(pattern, root_dir=folder)}
-    return sorted(run for run in found if found.isdisjoint(run.parents))
+    return sorted(run for run in found if found.isdisjoint(run.parents) and (run / METRICS_FILE).is_file())
 
 
 def read_history(run: Path) -> History:

@@ -7,6 +7,7 @@ produces a model soup (Wortsman et al., arXiv 2203.05482).
 
 import itertools
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
 from pretrain_tools.runs.addresses import ModelAddress, find_models, newest_models
+from pretrain_tools.runs.history import refuse_url_output
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
@@ -74,14 +76,18 @@ def merge_models(
         raise InputError(
             f"--output {output}: cannot be written ({error}); free up disk space, or use another disk"
         ) from error
-    return f"The mean of {', '.join(names)} is in {output}.\nTry: python evaluate.py --model {output} --data FOLDER"
+    trial = f"python evaluate.py --model {shlex.quote(str(output))} --data FOLDER"
+    return f"The mean of {', '.join(names)} is in {output}.\nTry: {trial}"
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
     """Returns the models at an address, or a run's newest intact checkpoints if `last` is set. Raises InputError."""
     run = Path(text).expanduser()
     if last is None or not checkpoint_folders(run):
-        return find_models(text, "merge")
+        models = find_models(text, "merge")
+        if last is not None:
+            raise InputError(f"merge {text} --last {last}: --last needs runs with checkpoints; omit it, or use RUN")
+        return models
     found = list(itertools.islice(newest_models(run), last))
     if len(found) < last:
         raise InputError(
@@ -99,6 +105,7 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
             raise InputError("merge: --output is required, because the models aren't all from the same run")
         steps = sorted({address.step for address in addresses})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
+    refuse_url_output("--output", asked)
     if asked.exists():
         raise InputError(f"--output {asked}: already exists; remove it, or use another folder")
     if problem := output_problem(asked):

@@ -15,7 +15,16 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import output_problem
-from pretrain_tools.runs.history import MEASURES, History, count_flops, is_number, read_history, require_runs
+from pretrain.terminal import printable
+from pretrain_tools.runs.history import (
+    MEASURES,
+    History,
+    count_flops,
+    is_number,
+    read_history,
+    refuse_url_output,
+    require_runs,
+)
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Run colors, from the colorblind-safe Okabe-Ito palette."""
@@ -83,6 +92,7 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
     path = output or folder / "plot.png"
+    refuse_url_output("--output", path)
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     histories = {str(run): read_history(run) for run in runs}
     if not any(history.of("train") for history in histories.values()):
@@ -110,9 +120,8 @@ def write_png(runs: dict[str, History], path: Path) -> None:
         axis.set_visible(False)
     marks = draw_marks(axes.flat[0], runs.values())
     lines = [Line2D([], [], color=color_of(number), linewidth=2) for number in range(len(runs))]
-    figure.legend(
-        [*lines, *marks.values()], [*runs, *marks], loc="outside upper left", ncols=5, frameon=False, fontsize=10
-    )
+    names = [*map(literal, runs), *marks]
+    figure.legend([*lines, *marks.values()], names, loc="outside upper left", ncols=5, frameon=False, fontsize=10)
     save_figure(figure, path)
 
 
@@ -253,7 +262,8 @@ def draw_panel(axis: Any, panel: Panel) -> None:
 def draw_line(axis: Any, line: Line, *, is_smoothed: bool) -> None:
     """Plots a curve. A smoothed curve is drawn over a faint line through all points."""
     x, y, *errors = line.points
-    look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
+    label = line.label and literal(line.label)
+    look = {"color": line.color, "linestyle": line.dash, "label": label, "linewidth": 1.6}
     if errors:
         axis.errorbar(x, y, *errors, marker="o", markersize=4, capsize=3, **look)
     elif is_smoothed and len(y) >= FEWEST_SMOOTHED:
@@ -300,9 +310,14 @@ def color_of(number: int) -> str:
 
 
 def style_panel(axis: Any, title: str) -> None:
-    axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
+    axis.set_title(literal(title), fontsize=11, loc="left", fontweight="bold")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def literal(text: str) -> str:
+    """Escapes dollar signs, between which matplotlib expects a formula, and control characters."""
+    return printable(text).replace("$", r"\$")
 
 
 def save_figure(figure: Any, path: Path) -> None:

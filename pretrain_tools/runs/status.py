@@ -239,7 +239,8 @@ def status_text(folder: Path) -> str:
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace"
     events = measured(status.events, "loss")
     if losses := [event["loss"] for event in events if event["event"] == "train"]:
-        rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
+        # A loss that isn't finite is logged as null.
+        rows["loss"] = f"{text_of(status.train.get('loss'), '.4f')}  {sparkline(losses)}  last {len(losses)} lines"
     for event in events:
         if event["event"] == "validation":
             average = event.get("average_loss")

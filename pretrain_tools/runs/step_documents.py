@@ -78,6 +78,10 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     """
     history = read_history(run)
     last = history.last("train").get("step", 0)
+    if not last:
+        raise InputError(
+            f"--step {step:,}: {run} has not logged a step yet; wait for its first line, or use another run"
+        )
     if step > last:
         raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use a step from 1 to {last:,}")
     settings = read_config(run)
@@ -94,8 +98,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         ramp = TypeAdapter(BatchRamp).validate_python(start)
         origin = TypeAdapter(DataPosition | None).validate_python(start.get("origin"))
     except (KeyError, ValueError) as error:
+        problem = " ".join(str(error).split())
         raise InputError(
-            f"{run}: config.yaml or the start event has missing or invalid data settings ({error}); restore it"
+            f"{run}: config.yaml or the start event has missing or invalid data settings ({problem}); restore it"
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from transformers import AutoTokenizer
 
+from evaluate import read_arguments
+from pretrain.errors import InputError
 from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
 from support.project import run_script, start_script
@@ -29,8 +31,10 @@ def model(tmp_path_factory, tokenizer):
 
 def session(model, *lines, arguments=()):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    given = "\n".join(lines) + "\n"
     with start_script("evaluate.py", "--model", model, "--interactive", *arguments, **pipes) as process:
-        output, errors = process.communicate("\n".join(lines) + "\n", timeout=300)
+        process.stdin.reconfigure(errors="surrogateescape")
+        output, errors = process.communicate(given, timeout=300)
     assert process.returncode == 0, errors
     return output, errors
 
@@ -50,9 +54,23 @@ def test_greedy_text_equals_a_prompt_sample_and_more_continues_it(model):
 
 
 def test_the_session_continues_after_wrong_lines(model):
-    output, errors = session(model, ":more", ":mor", "def", arguments=("--max_new_tokens", "4"))
+    output, errors = session(model, ":more", ":mor", "\udcff", "def", arguments=("--max_new_tokens", "4"))
+    assert "Traceback" not in errors and "the input must be UTF-8" in errors
     assert ":more: unknown, or there is no text yet" in errors and ":mor: unknown" in errors
     assert "def" in output
+
+
+def test_a_text_that_is_too_long_is_cut_with_a_note(model):
+    arguments = ("--max_new_tokens", "500")
+    _, errors = session(model, "def", "def " * 40, arguments=arguments)
+    (note,) = [line for line in errors.splitlines() if line.startswith("using only")]
+    assert note.startswith("using only the last 12 of ") and "512 positions, and --max_new_tokens is 500" in note
+
+
+def test_closed_standard_input_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="--interactive: standard input is closed; use a terminal"):
+        read_arguments(["--model", "x", "--interactive"])
 
 
 def test_ctrl_c_stops_generation_and_ctrl_d_the_session(model):

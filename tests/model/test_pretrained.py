@@ -189,6 +189,9 @@ def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
     config.save_pretrained(path)
     with pytest.raises(InputError, match="9 weights are missing"):
         open_pretrained(path)
+    AutoConfig.for_model(**{**TINY["llama"], "vocab_size": 96}).save_pretrained(path)
+    with pytest.raises(InputError, match=r"weights are missing or do not have the shape .* \('lm_head.weight', torch"):
+        load_pretrained(path)
 
 
 def test_quantized_weights_are_refused_before_anything_starts(tmp_path):

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from pretrain_tools.publishing.card import model_card, plot_losses, write_card
-from pretrain_tools.publishing.facts import Publication, read_facts
+from pretrain_tools.publishing.facts import Publication, gaps_in_records, read_facts
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
@@ -64,6 +64,18 @@ def test_energy_of_all_steps_is_on_the_card(run):
     assert "| energy | 1.5 kWh, measured by NVML (600 g of CO2 at 400 g/kWh) |" in text
     change_recipe(run, energy={"carbon_grams_per_kwh": None})
     assert "| energy | 1.5 kWh, measured by NVML |" in card(run, step=8)
+
+
+def test_tokens_between_two_log_lines_come_from_the_checkpoint(run):
+    logged = read_facts(run, 8)
+    state = run / "checkpoints/step-00000010/trainer_state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"state": {"step": 10, "tokens": 10_000}}))
+    facts = read_facts(run, 10)
+    assert (logged.tokens, facts.tokens, read_facts(run, 9).tokens) == (8000, 10_000, None)
+    assert facts.training_flops == pytest.approx(logged.training_flops * 10 / 8)
+    assert f"{run}/metrics.jsonl ends at step 8, before the model's step 10" in gaps_in_records(run, 10)
+    assert gaps_in_records(run, 8) == [f"{run}/data.json is missing or damaged"]
 
 
 @pytest.mark.parametrize(

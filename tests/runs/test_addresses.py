@@ -85,6 +85,8 @@ def test_an_address_without_a_model(tmp_path, monkeypatch):
     assert address.run == Path("runs/demo"), "results must not contain an absolute local path"
     assert "--model ./none: neither a local folder nor" in problems_of(found, "./none")
     assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
+    (tmp_path / "empty/metrics.jsonl").touch()
+    assert "; wait for its first checkpoint, or save one with runs.py save RUN" in problems_of(found, "empty")
     assert "--model not a/model id: neither a local folder nor a Hub ID" in problems_of(found, "not a/model id")
 
 

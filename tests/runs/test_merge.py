@@ -74,7 +74,8 @@ def test_experts_under_either_name_are_the_same_model(tmp_path):
     assert expected.keys() != saved(ours).keys()
     for texts in ([str(ours), str(sealed)], [str(sealed), str(ours)]):
         folder = tmp_path / f"mean, {Path(texts[0]).name}"
-        merge_models(texts, last=None, weights="raw", output=folder)
+        said = merge_models(texts, last=None, weights="raw", output=folder)
+        assert f"--model '{folder}' --data" in said
         assert saved(folder).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
     wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
@@ -126,6 +127,8 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ({"models": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
         ({"models": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"models": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
+        ({"models": ["{run}@4", "{run}@8"], "output": "s3://b/x"}, "--output s3://b/x: must be a local path"),
+        ({"models": ["{run}@4", "{run}@8"], "last": 2}, "merge {run}@4 --last 2: --last needs runs with checkpoints"),
         ({"models": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: no averaged weights in"),
         ({"models": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
         (
@@ -139,7 +142,8 @@ def test_models_without_a_mean_are_rejected(run, tmp_path, given, problem):
     write_model(names["other"], write_tokenizer(tmp_path / "tokenizer"), {**TINY_LLAMA, "vocab_size": 640}, seed=1)
     given = {"last": None, "weights": "raw", "output": None, **given}
     given["models"] = [text.format(**names) for text in given["models"]]
-    given["output"] = given["output"] and run / given["output"]
+    if output := given["output"]:
+        given["output"] = Path(output) if "://" in output else run / output
     with pytest.raises(InputError) as caught:
         merge_models(**given)
     assert any(found.startswith(problem.format(**names)) for found in caught.value.problems), caught.value.problems

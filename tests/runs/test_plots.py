@@ -68,6 +68,12 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
     write_png(runs, tmp_path / "plot.png")
 
 
+def test_dollar_signs_in_names_are_not_formulas(tmp_path):
+    lines = [start_line(), train_line(1), validation_line(1, 3.0) | {"source": "$y_$"}, train_line(2)]
+    write_png({"lr$x^$": history_of(tmp_path / "a", lines)}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").is_file()
+
+
 def test_a_spike_of_a_long_run_is_drawn(tmp_path):
     events = [train_line(step, loss=9.0 if step == 31_415 else 3.0) for step in range(1, 50_001)]
     runs = {"run": history_of(tmp_path / "run", [start_line(), *events])}

@@ -213,6 +213,8 @@ def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path
         assert part in text
     text = problems_of(evaluate, "--model", model_folder, "--tasks", "base", "--output", tmp_path / "none/x.json")
     assert f"--output {tmp_path}/none/x.json: {tmp_path}/none is not a folder; create it" in text
+    text = problems_of(evaluate, "--model", model_folder, "--tasks", "base", "--output", "s3://b/x.json")
+    assert "--output s3://b/x.json: must be a local path" in text
 
 
 # Loss on shards

@@ -325,6 +325,16 @@ def test_a_recipe_without_milestones_has_none(run, logged_out):
     )
 
 
+def test_gaps_in_the_records_are_reported(tmp_path, logged_out, capsys):
+    run = write_run(tmp_path / "x", steps=(4,))
+    (run / "model.json").unlink()
+    output = tmp_path / "dry"
+    assert publish.main(["--run", str(run), "--repo", "me/x", *OFFER, "--dry_run", "--output", str(output)]) == 0
+    assert (
+        f"warning: {run}/model.json is missing or damaged, so the model card is incomplete" in capsys.readouterr().err
+    )
+
+
 def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     publication = {"license": "mit", "language": ["en"]}
     run = write_run(tmp_path / "x", steps=(4,), hub={"repository": "me/x", "private": True}, publish=publication)
@@ -332,6 +342,10 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     card = (tmp_path / "dry/main/README.md").read_text()
     assert "license: mit" in card and "- en" in card and 'model="me/x"' in card
     assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
+    (problem,) = refusal("--run", run, "--dry_run", "--output", "s3://b/dry")
+    assert problem.startswith("--output s3://b/dry: must be a local path")
+    (problem,) = refusal("--run", run, "--dry_run", "--output", run / "config.yaml/dry")
+    assert "config.yaml is not a folder but a file; use another name" in problem
 
 
 def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):

@@ -23,6 +23,7 @@ from pretrain_tools.runs.comparison import (
     recorded_settings,
     results_of,
     setting_differences,
+    summary_text,
 )
 from pretrain_tools.runs.history import read_history
 from pretrain_tools.runs.plots import plot_runs
@@ -358,6 +359,8 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
         ("plot", nothing): "no steps logged yet",
         ("plot", run, "--output", nothing / "metrics.jsonl" / "x.png"): "--output: ",
+        ("plot", run, "--output", "s3://b/x.png"): "--output s3://b/x.png: must be a local path",
+        ("documents", nothing, "--step", "1"): f"--step 1: {nothing} has not logged a step yet",
         ("compare", run): "needs at least two runs; for a single run, use summary",
         ("documents", run, "--step", "0"): "must be greater than 0, got 0",
         ("documents", run, "--step", "x"): "invalid natural value",
@@ -368,6 +371,27 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     assert "contains no runs; start one with train.py" in refused("list", tmp_path / "empty")
     assert "must be greater than 0, got 0" in refused("documents", run, "--step", "0")
+
+
+def test_a_loss_that_is_not_finite_is_not_hidden_by_older_ones(tmp_path):
+    """Both train.py's null and another program's NaN count as not finite."""
+    for name, value in (("null", None), ("nan", float("nan"))):
+        lines = [train_line(step, loss=4.0) for step in range(1, 6)]
+        lines += [{**train_line(step), "loss": value} for step in range(6, 9)]
+        run = write_run(tmp_path / name, [start_line(), *lines])
+        assert re.search(r"loss +-  ▁{5}  last 5 lines", status_text(run))
+        assert (
+            results_of(read_history(run), read_status(run))["training loss, last 10 lines"] == "4.0000 (3 not finite)"
+        )
+
+
+def test_a_damaged_recipe_and_a_folder_named_as_a_log_are_no_obstacles(tmp_path, capsys):
+    run = finished_run(tmp_path / "runs" / "llama")
+    (tmp_path / "runs/odd/metrics.jsonl").mkdir(parents=True)
+    assert "llama" in list_text(tmp_path / "runs")
+    (run / "config.yaml").write_text("a: [1\n: x")
+    summary_text(run)
+    assert f"warning: {run}/config.yaml: is missing or unreadable" in capsys.readouterr().err
 
 
 def test_help_of_every_command_is_quick():

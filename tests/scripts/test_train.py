@@ -48,8 +48,8 @@ def weights(run, step):
 
 
 def test_a_run_from_start_to_finish(recipe, tmp_path):
-    out = train(recipe).stdout
-    run = tmp_path / "run"
+    run = tmp_path / "my run"
+    out = train(recipe, "--output", run).stdout
     curve = losses(run)
     assert list(curve) == list(range(1, 13))
     assert curve[12] < curve[1] - 0.3  # the text depends on the version of Python
@@ -61,6 +61,7 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     ]
     (end,) = events(run, "end")
     assert (end["code"], end["reason"], end["tokens"]) == (0, "done", 12 * 256)
+    assert f"evaluate.py --model '{run}/final' --interactive" in out
     for line in ("tokens per step", "256 = 1 sequence x 64 tokens x 1 process x 4 micro-steps", "attention"):
         assert line in out
     for name in ("config.yaml", "model.json", "data.json", "strategy.json", "environment.json", "train.log"):
@@ -77,13 +78,13 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     text = pipeline("text-generation", model=model, tokenizer=tokenizer)("def ", max_new_tokens=5)[0]["generated_text"]
     assert text.startswith("def ")
 
-    again = train(recipe)
+    again = train(recipe, "--output", run)
     assert "is already complete: 12 steps" in again.stdout
     assert losses(run) == curve, "a finished run must not be trained again"
     hint = f"To export it again with these settings, remove {run}/final first."
-    assert hint not in again.stdout and hint in train(recipe, "--export.dtype", "fp32").stdout
+    assert hint not in again.stdout and hint in train(recipe, "--output", run, "--export.dtype", "fp32").stdout
     shutil.rmtree(run / "final")
-    train(recipe, "--export.dtype", "fp32")
+    train(recipe, "--output", run, "--export.dtype", "fp32")
     assert AutoModelForCausalLM.from_pretrained(run / "final").dtype == torch.float32
     assert losses(run) == curve
 

@@ -133,6 +133,16 @@ def test_a_failed_save_is_not_answered_or_retried_forever(tmp_path):
     assert run.request == Request.NONE and answered(tmp_path) == {}
 
 
+def test_a_second_anneal_is_answered_with_the_start_of_the_decay(tmp_path):
+    run = run_of(tmp_path)
+    run.state.anneal_from = 22
+    ask(tmp_path, "anneal")
+    step(run, 23)
+    assert run.request == Request.ANNEAL
+    answer(run)
+    assert answered(tmp_path)["step"] == 22
+
+
 def test_a_save_request_does_not_interrupt_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
