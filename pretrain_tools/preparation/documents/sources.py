@@ -85,7 +85,9 @@ def find_sources(
         problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
     paths: set[str] = set()
     for pattern in patterns:
-        found = files_matching(pattern)
+        found = problems.attempt(files_matching, pattern)
+        if found is None:
+            continue
         if not found:
             remedy = "no such file; quote patterns, and use ** to search subfolders"
             if os.path.isdir(pattern):
