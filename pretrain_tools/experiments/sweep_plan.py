@@ -106,6 +106,8 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
         elif path in [axis.path for axis in axes]:
             problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
+            if parse_yaml(ends[0]) == parse_yaml(ends[1]):
+                problems.append(f"--vary {text}: the ends of a range must differ")
             axes.append(Axis(path, tuple(sorted(ends, key=parse_yaml)), is_range=True))
         else:
             axes.append(Axis(path, values))
@@ -222,6 +224,19 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     problems.stop_if_any()
     refuse_changes(checked)
     return checked
+
+
+def refuse_duplicates(points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if two combinations are the same recipe."""
+    problems = {}
+    first: dict[str, SweepPoint] = {}
+    for point in points:
+        same = first.setdefault(json.dumps(point.runs[0].settings, sort_keys=True), point)
+        for path, value in point.settings.items():
+            if value != same.settings[path]:
+                problems[f"--vary {path}: {same.settings[path]} and {value} are the same value; list it once"] = None
+    if problems:
+        raise InputError(*problems)
 
 
 def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
