@@ -71,8 +71,8 @@ def run_mixture(
     for source, share in zip(sources, own / own.sum(), strict=True):
         if share < LEAST_WEIGHT:
             print(
-                f"warning: {source.shards}: has {share:.2%} of the weight, but gets at least {LEAST_WEIGHT:.0%} in all "
-                "runs, including the one with the recipe's own weights",
+                f"warning: {source.shards}: has {share:.2%} of the weight, but gets at least {LEAST_WEIGHT:.0%} in "
+                "all runs, including the one with the recipe's own weights",
                 file=sys.stderr,
             )
     candidates = candidate_weights(own, count)
