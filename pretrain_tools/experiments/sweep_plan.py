@@ -91,6 +91,8 @@ class SweepPoint:
     """Token budget of each run."""
     tokenizers: set[str]
     """Checksums of the tokenizers of the validation data."""
+    validation: dict[str, str]
+    """{validation source: checksum of its manifest}"""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -258,7 +260,8 @@ def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
     on_disk = {f"{key} on disk": value for key, value in plan.identity.items() if key.startswith(("model", "data."))}
     runs = [SmallRun(of_run.output.name, request.output, of_run, on_disk) for of_run in configs]
     tokenizers = {reader.manifest.tokenizer_sha256 for reader in validation.values()}
-    return SweepPoint(settings, runs, plan.total_tokens, tokenizers)
+    sources = {name: reader.manifest.sha256 for name, reader in validation.items()}
+    return SweepPoint(settings, runs, plan.total_tokens, tokenizers, sources)
 
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
@@ -291,6 +294,13 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
             f"the runs train on different numbers of tokens ({count_text(tokens[0])} to {count_text(tokens[-1])}), "
             "which also affects the losses; set --budget.tokens to train all runs on the same number"
         )
-    if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
+    validated = {json.dumps(point.validation, sort_keys=True): point.validation for point in points}
+    if len(validated) > 1:
+        named = "; ".join(shortened(", ".join(sources)) for sources in validated.values())
+        said.append(
+            f"the runs use different validation data ({named}), so losses aren't comparable; set data.validation to "
+            "use the same for all runs"
+        )
+    elif any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("the varied settings also change the validation loss itself, so losses aren't comparable")
     return said

@@ -19,7 +19,14 @@ from pretrain.recipe import read_run_config
 from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
 from pretrain_tools.experiments.sweep import PointResult, pick_settings, verdict_of_sweep
-from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
+from pretrain_tools.experiments.sweep_plan import (
+    SweepRequest,
+    cautions_of_sweep,
+    check_points,
+    config_of_run,
+    read_axes,
+    request_problems,
+)
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 
@@ -77,6 +84,20 @@ def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_pat
     assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
     assert "250 is not a multiple of" in said and len(said.splitlines()) == len(set(said.splitlines()))
     assert not (tmp_path / "sweep").exists()
+
+
+def test_different_validation_data_gives_a_warning(recipe, shards, tmp_path):
+    (folder,) = {source.shards for source in read_run_config(recipe, []).data.train}
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    both = f"[{{shards: {folder}}}, {{shards: {other}}}]"
+    vary = [f"data.train=[{{shards: {folder}}}],{both}"]
+    changes = {"recipe": recipe, "output": tmp_path / "sweep"}
+    asked = request(*vary, **changes)
+    (said,) = cautions_of_sweep(asked, check_points(asked, asked.grid))
+    assert said.startswith("the runs use different validation data (") and "set data.validation" in said
+    asked = request(*vary, changes=(("data.validation", f"[{{shards: {folder}}}]"),), **changes)
+    assert not cautions_of_sweep(asked, check_points(asked, asked.grid))
 
 
 def test_equal_values_in_different_words_are_refused(recipe, tmp_path):
