@@ -7,6 +7,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,11 @@ IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Conten
 """Metadata fields that change with a file's content, in various file systems."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Returns the error's class and message, without the secrets of URLs."""
+    return re.sub(r"\w+://[^\s'\")]+", lambda found: shown(found[0]), one_line(error))
+
+
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
     """Returns a URL's file system and path. Raises InputError if the protocol is unknown or its library is missing."""
     from fsspec.core import url_to_fs
@@ -37,7 +43,7 @@ def file_system(url: str) -> tuple["AbstractFileSystem", str]:
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise InputError(f"{shown(url)}: cannot be reached: {one_line(error)}") from None
+        raise InputError(f"{shown(url)}: cannot be reached: {reason_of(error)}") from None
 
 
 def open_file(path: str) -> BinaryIO:
@@ -55,7 +61,8 @@ class RemoteFile(io.RawIOBase):
         self.url = url
         self._position = 0
         self._file: Any = self._opened()
-        self._can_seek = self._file.seekable()
+        # fsspec claims that a stream of unknown size is seekable.
+        self._can_seek = self._file.seekable() and getattr(self._file, "size", 0) is not None
 
     def _opened(self) -> Any:
         system, path = file_system(self.url)
@@ -88,7 +95,7 @@ class RemoteFile(io.RawIOBase):
                 break
             except Exception as error:  # each file system raises its own errors
                 if attempt == TRIES - 1:
-                    raise UnreachableError(5, f"cannot be read: {one_line(error)}", shown(self.url)) from error
+                    raise UnreachableError(5, f"cannot be read: {reason_of(error)}", shown(self.url)) from error
                 time.sleep(2.0**attempt / 4)
         self._position += len(content)
         return content
@@ -119,7 +126,7 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
     except FileNotFoundError:
         raise UnreachableError(2, "no such file", shown(url)) from None
     except Exception as error:
-        raise UnreachableError(5, one_line(error), shown(url)) from error
+        raise UnreachableError(5, reason_of(error), shown(url)) from error
 
 
 def find_urls(pattern: str) -> list[str]:
@@ -129,10 +136,17 @@ def find_urls(pattern: str) -> list[str]:
         if "*" not in path:
             return [pattern] if system.info(path).get("type") != "directory" else []
         found = system.glob(path, detail=True)
-    except FileNotFoundError:
-        return []
+    except FileNotFoundError as error:
+        # Over HTTP, fsspec also raises it if the server refuses or doesn't respond.
+        cause = error.__cause__
+        if not isinstance(cause, OSError) and getattr(cause, "status", 404) in (404, 410):
+            return []
+        raise InputError(
+            f"--input {shown(pattern)}: cannot be reached: {reason_of(cause)}; run the same command again once the "
+            "server responds, or correct the address"
+        ) from None
     except Exception as error:
-        raise InputError(f"--input {shown(pattern)}: cannot be listed: {one_line(error)}") from None
+        raise InputError(f"--input {shown(pattern)}: cannot be listed: {reason_of(error)}") from None
     return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
 
 
@@ -249,10 +263,10 @@ class RemoteFolder:
             except FileNotFoundError:
                 raise InputError(f"{where}: no such object; upload it, or correct the address") from None
             except PermissionError as error:
-                raise InputError(f"{where}: {one_line(error)}; grant this machine access") from None
+                raise InputError(f"{where}: {reason_of(error)}; grant this machine access") from None
             except Exception as error:  # each file system raises its own errors
                 if "Credential" in type(error).__name__:
-                    raise InputError(f"{where}: {one_line(error)}; set up credentials on this machine") from None
+                    raise InputError(f"{where}: {reason_of(error)}; set up credentials on this machine") from None
                 raise
 
         try:
@@ -261,7 +275,7 @@ class RemoteFolder:
             raise
         except Exception as error:
             advice = "run the same command again once the server responds, or correct the address"
-            reason = f"{problem} within {PATIENCE_SECONDS:g} s: {one_line(error)}; {advice}"
+            reason = f"{problem} within {PATIENCE_SECONDS:g} s: {reason_of(error)}; {advice}"
             raise UnreachableError(5, reason, where) from None
 
     def _size(self, name: str) -> int | None:

@@ -147,7 +147,7 @@ def test_unreachable_inputs_are_named(tmp_path, run, memory, served):
     cases = {
         "memory://nothing/*.jsonl": r"--input memory://nothing/\*\.jsonl: no such file",
         f"{url}/none.jsonl": r"--input http://127.*none\.jsonl: no such file",
-        "http://127.0.0.1:9/a.jsonl": r"127\.0\.0\.1:9/a\.jsonl: (no such file|cannot be listed)",
+        "http://127.0.0.1:9/a.jsonl": r"127\.0\.0\.1:9/a\.jsonl: cannot be reached: .*; run the same command again",
         "nosuch://a/b.jsonl": r"nosuch://a/b\.jsonl: cannot be reached: ValueError: Protocol not known",
     }
     for given, message in cases.items():
@@ -159,6 +159,40 @@ def test_unreachable_inputs_are_named(tmp_path, run, memory, served):
     with pytest.raises(InputError, match=r"--output http://127.*: cannot be written"):
         run("--input", tmp_path / "a.jsonl", "--output", f"{url}/out", "--staging", tmp_path / "staging")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_refuses_is_not_a_missing_file_and_its_answers_hide_secrets(tmp_path, run, served, monkeypatch):
+    monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
+    folder, url, handler = served
+    write_jsonl(folder / "a.jsonl", texts(3))
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(503), raising=False)
+    with pytest.raises(urls.UnreachableError) as broken:
+        run("--input", f"{url}/a.jsonl?signature=canary", "--output", tmp_path / "out")
+    assert "503" in str(broken.value) and f"{url}/a.jsonl" in str(broken.value) and "canary" not in str(broken.value)
+    monkeypatch.setattr(handler, "do_HEAD", handler.do_GET, raising=False)
+    with pytest.raises(InputError) as refused:
+        run("--input", f"{url}/a.jsonl?signature=canary", f"{url}/b.jsonl", "--output", tmp_path / "out")
+    said = str(refused.value).splitlines()
+    assert [name in line and "503" in line for name, line in zip(("a.jsonl", "b.jsonl"), said, strict=True)] == [1, 1]
+    assert "canary" not in str(refused.value)
+
+
+def test_a_stream_of_unknown_length_is_not_seekable(tmp_path, run, served, monkeypatch):
+    folder, url, handler = served
+    write_documents(folder)
+
+    def send(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(Path(self.translate_path(self.path)).read_bytes())
+
+    monkeypatch.setattr(handler, "do_GET", send, raising=False)
+    monkeypatch.setattr(handler, "do_HEAD", send, raising=False)
+    names = sorted(path.name for path in folder.iterdir())
+    run("--input", *(f"{url}/{name}" for name in names), "--output", tmp_path / "urls", "--workers", 1)
+    run("--input", folder / "*", "--output", tmp_path / "files")
+    assert ids_and_documents(tmp_path / "urls") == ids_and_documents(tmp_path / "files")
 
 
 def of_memory(memory, root):

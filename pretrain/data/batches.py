@@ -375,8 +375,8 @@ class Batches:
 
     def begins_segment(self, step: int) -> bool:
         """Returns True if the mixture changes at or during `step`, because a stage ends or a source is used up."""
-        ends = [self._unskipped(self.ramp.sequences_before(number) - 1) for number in (step, step + 1)]
-        return step > 0 and self._segment_of(ends[0]) != self._segment_of(ends[1])
+        ends = (self._unskipped(self.ramp.sequences_before(number) - 1) for number in (step, step + 1))
+        return step > 0 and len(set(map(self._segment_of, ends))) > 1
 
     def _segment_of(self, sample: int) -> int:
         return bisect.bisect_right(self._starts, sample) - 1
@@ -405,6 +405,12 @@ class Batches:
                         "raise the budget"
                     )
                 start = self.first_sample(step)
+            if not (self.passed or self.skipped or starts[-1] < start < self.ramp.total_sequences):
+                raise InputError(
+                    f"data.stages[{number}]: begins at sample {start:,} of {self.ramp.total_sequences:,}, and the "
+                    f"stage before it at {starts[-1]:,}, so one of them has no samples; change "
+                    f"stages[{number - 1}].until, or raise the budget"
+                )
             starts.append(max(start, starts[-1]))
         return starts
 

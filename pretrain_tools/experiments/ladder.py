@@ -276,6 +276,12 @@ def cautions_of(ladder: Ladder, predictions: Iterable[Prediction]) -> list[str]:
             "they mostly reflect the priors. This affects all predictions except those at the same number of tokens "
             "per parameter"
         )
+    smallest, largest = (end(ladder.rungs, key=lambda rung: rung.compute) for end in (min, max))
+    if largest.loss >= smallest.loss:
+        said.append(
+            f"the loss of the run with the most compute, {largest.loss:.4f}, isn't below the {smallest.loss:.4f} of "
+            "the run with the least, so the fit shows no benefit from compute; tune the learning rate of each size"
+        )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
         fewer, steps = (round(rung.tokens / rung.tokens_per_step) for rung in (more, less))

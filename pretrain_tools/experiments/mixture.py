@@ -7,6 +7,7 @@ the simplex. The ridge penalty is chosen by leave-one-out error.
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ LEAST_WEIGHT = 0.01
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = 10.0 ** np.arange(-4, 2)
 """Candidate ridge penalties, per run. Smaller ones are singular if a resample contains too few distinct runs."""
+MOST_DRAWS = 100
+"""Maximum number of draws per candidate."""
 PROPOSALS = 20_000
 """Number of random mixtures to choose the best from."""
 RESAMPLES = 300
@@ -64,7 +67,15 @@ def run_mixture(
     Returns the exit status. Raises InputError if the recipe's sources can't be mixed, or if `count` is too small.
     """
     sources = sources_to_mix(read_run_config(recipe, changes), count)
-    candidates = candidate_weights(np.array([source.weight for source in sources]), count)
+    own = np.array([source.weight for source in sources])
+    for source, share in zip(sources, own / own.sum(), strict=True):
+        if share < LEAST_WEIGHT:
+            print(
+                f"warning: {source.shards}: has {share:.2%} of the weight, but gets at least {LEAST_WEIGHT:.0%} in "
+                "all runs, including the one with the recipe's own weights",
+                file=sys.stderr,
+            )
+    candidates = candidate_weights(own, count)
     texts = tuple(as_setting(sources, weights) for weights in candidates)
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
     request = SweepRequest(recipe, (Axis("data.train", texts),), tuple(changes), seeds, None, output, labels)
@@ -92,13 +103,17 @@ def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     # A resumed command must generate the same mixtures.
     random = np.random.default_rng(0)
     own = own / own.sum()
-    candidates = [own]
-    for number in range(1, count):
+    candidates: dict[tuple, NDArray] = {}
+    # With the minimum weight and four digits, some mixtures are equal. These are drawn again.
+    for number in range(MOST_DRAWS * count):
         # Half are uniform on the simplex, half near the recipe's own weights.
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
-        candidates.append(random.dirichlet(spread))
-    floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
-    return floored / floored.sum(axis=1, keepdims=True)
+        floored = np.maximum(random.dirichlet(spread) if number else own, LEAST_WEIGHT)
+        weights = floored / floored.sum()
+        candidates.setdefault(tuple(weights.round(4)), weights)
+        if len(candidates) == count:
+            break
+    return np.array(list(candidates.values()))
 
 
 def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:

@@ -227,4 +227,6 @@ def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> fl
     """Returns the effective number of parameters determined by the runs: the trace of the hat matrix."""
     slopes = _slopes(theta[None], n, d)[0] / noise
     information = slopes.T @ slopes
-    return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))
+    # No prior determines the sum of the two terms, so if both vanish, the matrix is singular.
+    inverse = np.linalg.pinv(information + SCALED_PRIORS.T @ SCALED_PRIORS, hermitian=True)
+    return float(np.trace(inverse @ information))

@@ -33,6 +33,7 @@ from pretrain_tools.experiments.sweep_plan import (
     SweepRequest,
     cautions_of_sweep,
     check_points,
+    refuse_duplicates,
     request_problems,
 )
 
@@ -196,6 +197,7 @@ def run_sweep(
     request_problems(request).stop_if_any()
     # For a search, check only the corners of the ranges.
     points = check_points(request, request.grid)
+    refuse_duplicates(points)
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
         sweep = Sweep(request, [] if request.search else points)
@@ -219,6 +221,8 @@ class Sweep:
         self.points = list(points)
         self.failures: dict[str, str] = {}
         """{run that failed in this call: reason}"""
+        self.is_exhausted = False
+        """True if a search found no settings that it hasn't tried."""
         if request.search and (trials := recorded_trials(request)):
             self.points = check_points(request, trials)
 
@@ -234,12 +238,16 @@ class Sweep:
                 if is_open and read_outcome(run).state not in ("finished", "diverged"):
                     return run
             # A search chooses settings while other runs train, so that no device is idle.
-            if len(self.points) >= (self.request.search or 0):
+            if self.is_exhausted or len(self.points) >= (self.request.search or 0):
                 return None
             self._pick(active)
 
     def _pick(self, active: set[str]) -> None:
         settings = pick_settings(self.request, self.results(), active)
+        if settings is None:
+            self.is_exhausted = True
+            print(f"stopping after {counted(len(self.points), 'trial')}: found no untried settings", file=sys.stderr)
+            return
         recorded = [*(point.settings for point in self.points), settings]
         try:
             (point,) = check_points(self.request, [settings])
@@ -296,11 +304,14 @@ def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
     found = read_json(request.output / TRIALS_FILE)
     if found and found["vary"] != request.described["vary"]:
         raise other_sweep(request, found["vary"])
-    return found.get("trials", [])
+    trials = found.get("trials", [])
+    return [trial for number, trial in enumerate(trials) if trial not in trials[:number]]
 
 
-def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
+def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str] | None:
     """Chooses the next trial's settings with Optuna's TPE sampler. Values are formatted as on the command line.
+
+    Returns None if it finds no settings that weren't tried.
 
     Rebuilds the sampler from the results each time, so a killed search resumes unchanged.
     """
@@ -328,14 +339,13 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         value = None if running else result.mean_loss
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
-    settings = {}
-    # Rounding may produce settings that were already tried. After 100 attempts, accept a duplicate.
+    # Rounding may produce settings that were already tried, and a range of integers may be used up.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}
         if settings not in tried:
-            break
-    return settings
+            return settings
+    return None
 
 
 def value_of(axis: Axis, text: str) -> float | str:

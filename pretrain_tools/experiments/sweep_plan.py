@@ -91,6 +91,8 @@ class SweepPoint:
     """Token budget of each run."""
     tokenizers: set[str]
     """Checksums of the tokenizers of the validation data."""
+    validation: dict[str, str]
+    """{validation source: checksum of its manifest}"""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -106,6 +108,8 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
         elif path in [axis.path for axis in axes]:
             problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
+            if parse_yaml(ends[0]) == parse_yaml(ends[1]):
+                problems.append(f"--vary {text}: the ends of a range must differ")
             axes.append(Axis(path, tuple(sorted(ends, key=parse_yaml)), is_range=True))
         else:
             axes.append(Axis(path, values))
@@ -224,6 +228,19 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     return checked
 
 
+def refuse_duplicates(points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if two combinations are the same recipe."""
+    problems = {}
+    first: dict[str, SweepPoint] = {}
+    for point in points:
+        same = first.setdefault(json.dumps(point.runs[0].settings, sort_keys=True), point)
+        for path, value in point.settings.items():
+            if value != same.settings[path]:
+                problems[f"--vary {path}: {same.settings[path]} and {value} are the same value; list it once"] = None
+    if problems:
+        raise InputError(*problems)
+
+
 def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
     """Derives the runs for a combination of settings, with consecutive seeds starting from the recipe's seed."""
     from pretrain.training.run_plan import derive
@@ -243,7 +260,8 @@ def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
     on_disk = {f"{key} on disk": value for key, value in plan.identity.items() if key.startswith(("model", "data."))}
     runs = [SmallRun(of_run.output.name, request.output, of_run, on_disk) for of_run in configs]
     tokenizers = {reader.manifest.tokenizer_sha256 for reader in validation.values()}
-    return SweepPoint(settings, runs, plan.total_tokens, tokenizers)
+    sources = {name: reader.manifest.sha256 for name, reader in validation.items()}
+    return SweepPoint(settings, runs, plan.total_tokens, tokenizers, sources)
 
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
@@ -276,6 +294,13 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
             f"the runs train on different numbers of tokens ({count_text(tokens[0])} to {count_text(tokens[-1])}), "
             "which also affects the losses; set --budget.tokens to train all runs on the same number"
         )
-    if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
+    validated = {json.dumps(point.validation, sort_keys=True): point.validation for point in points}
+    if len(validated) > 1:
+        named = "; ".join(shortened(", ".join(sources)) for sources in validated.values())
+        said.append(
+            f"the runs use different validation data ({named}), so losses aren't comparable; set data.validation to "
+            "use the same for all runs"
+        )
+    elif any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("the varied settings also change the validation loss itself, so losses aren't comparable")
     return said

@@ -153,7 +153,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     if given.config:
         raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
     if not 0 < given.minutes < 1e6:
-        raise InputError(f"--minutes {given.minutes:g}: must be a positive number of minutes")
+        raise InputError(f"--minutes {given.minutes:g}: must be more than 0 and less than 1,000,000 minutes")
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):

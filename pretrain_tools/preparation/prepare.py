@@ -18,7 +18,7 @@ import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
-from pretrain.errors import InputError
+from pretrain.errors import InputError, UnreachableError
 from pretrain.files import as_json, delete, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain.terminal import say
@@ -100,6 +100,8 @@ def prepare(request: PreparationRequest, report: Report = lambda tally: None) ->
                     if not existed:
                         output.rmdir()
                 raise
+    except UnreachableError:
+        raise
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise InputError(

@@ -16,6 +16,7 @@ from pretrain_tools.preparation.cleaning.decontamination import SHORTEST_RUN_WOR
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
+from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
 from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
 from pretrain_tools.preparation.documents.records import Reading, template_problem
@@ -154,8 +155,17 @@ def _documents(arguments: argparse.Namespace) -> Documents | None:
     if arguments.dataset:
         return open_dataset(arguments.dataset, arguments.subset, arguments.split, arguments.streaming)
     if arguments.input:
-        return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+        own = _own_output(arguments)
+        return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format, own_output=own))
     return None
+
+
+def _own_output(arguments: argparse.Namespace) -> str | None:
+    """Returns --output if an earlier call of this command has written it."""
+    output = arguments.output or ""
+    ours = (RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE, UNFINISHED_FOLDER)
+    is_own = not is_url(output) and any(os.path.exists(os.path.join(output, name)) for name in ours)
+    return output if is_own else None
 
 
 def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:

@@ -6,6 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
@@ -16,6 +17,19 @@ STALE_FILES = ("vocab.json", "merges.txt", "added_tokens.json")
 """Tokenizer files that contain the old vocabulary."""
 
 Pair = tuple[str, str]
+
+
+def refuse_words(special_tokens: Iterable[str], pre_tokenizer: Any) -> None:
+    """Raises InputError if special tokens are words to the pre-tokenizer.
+
+    Merges could then give ordinary text a special token's ID.
+    """
+    words = [token for token in special_tokens if len(pre_tokenizer.pre_tokenize_str(token)) < 2]
+    if words:
+        raise InputError(
+            f"--special_tokens {' '.join(map(repr, words))}: can't be told apart from ordinary text, because the "
+            "pre-tokenizer doesn't split it; use tokens such as '<|user|>'"
+        )
 
 
 def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tokens: Sequence[str]) -> LoadedTokenizer:
@@ -41,6 +55,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
             f"--special_tokens: --tokenizer {base.name} already has the tokens {', '.join(taken)}; omit them to keep "
             "them as they are, or use names that are not in its vocabulary"
         )
+    refuse_words(special_tokens, backend_of(base.json, base.name).pre_tokenizer)
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(

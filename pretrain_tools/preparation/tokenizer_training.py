@@ -18,7 +18,7 @@ from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.encode import ReferenceEncoder
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
-from pretrain_tools.preparation.tokenizer_extension import extended
+from pretrain_tools.preparation.tokenizer_extension import extended, refuse_words
 from pretrain_tools.preparation.worker import read_part
 
 SMALLEST_VOCABULARY = 257
@@ -153,6 +153,7 @@ def _trained(
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), to_bytes] if pattern else [to_bytes]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    refuse_words(special_tokens, tokenizer.pre_tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,

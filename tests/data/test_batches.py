@@ -302,6 +302,14 @@ def test_max_epochs_includes_all_sequence_lengths(tmp_path):
         batches_of(stages=stages, steps=10, sequences=8)
 
 
+@pytest.mark.parametrize("until", ["0.1%", "99.9%"])
+def test_a_stage_without_samples_is_rejected(tmp_path, until):
+    easy, hard = (write_shards(tmp_path / name, 900) for name in ("easy", "hard"))
+    stages = [{"until": until, "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
+    with pytest.raises(InputError, match=r"data.stages\[1\]: begins at sample .*, so one of them has no samples"):
+        batches_of(stages=stages, steps=10)
+
+
 def test_invalid_stages_are_rejected(tmp_path):
     folder, short = write_shards(tmp_path / "a", 4000), write_shards(tmp_path / "b", 3 * LENGTH)
     with pytest.raises(

@@ -126,6 +126,13 @@ def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
     assert f"{first:,} steps of 256 tokens. This distorts the scaling law" in said
 
 
+def test_losses_that_do_not_fall_with_compute_give_a_warning(tmp_path, capsys):
+    for number, width in enumerate(WIDTHS[:-1]):
+        write_ladder_run(tmp_path / f"runs/{width}", width, off=1 + 0.2 * number)
+    report_ladder([tmp_path / "runs"], predict=[], output=None)
+    assert "shows no benefit from compute" in capsys.readouterr().out
+
+
 def test_token_counts_within_two_percent_are_one_rung():
     """Runs with another batch size, whose budget is rounded to other steps, must not count twice."""
     for tokens in range(1_000_000, 1_100_000, 1000):

@@ -34,6 +34,11 @@ def test_candidates_are_mixtures_and_the_recipes_own_comes_first():
     assert weights.max(axis=0).min() > 0.4, "every source must dominate some candidate"
 
 
+def test_candidates_differ_even_if_most_draws_fall_below_the_minimum_weight():
+    weights = candidate_weights(np.array([999.0, 1.0]), 64)
+    assert len({tuple(mixture) for mixture in weights.round(4)}) == 64
+
+
 def test_the_proposal_is_near_the_optimum_and_reports_its_gain():
     weights = candidate_weights(OWN, 24)
     noise = np.exp(0.002 * np.random.default_rng(2).standard_normal((24, 3)))

@@ -66,6 +66,14 @@ def test_an_outlier_moves_the_law_little():
     assert found.residuals[7] == pytest.approx(np.log(1.2), abs=0.015)
 
 
+@pytest.mark.parametrize("losses", [[5, 6, 7, 8, 9], [3, 3.1, 3.2, 3.3, 3.4]])
+def test_losses_that_rise_with_size_are_noise(losses):
+    sizes = [10**4, 10**5, 10**6, 10**7, 10**8]
+    law = fit_scaling_law(sizes, [20 * size for size in sizes], losses)
+    low, high = law.interval(10**9, 2 * 10**10)
+    assert law.noise > 0.02 and high - low > 0.05 * law.loss(10**9, 2 * 10**10)
+
+
 def test_fits_reach_a_minimum():
     """No small random step away from the optimum lowers the objective, and a fit is the same alone and in a batch."""
     random = np.random.default_rng(3)

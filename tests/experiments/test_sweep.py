@@ -19,7 +19,14 @@ from pretrain.recipe import read_run_config
 from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
 from pretrain_tools.experiments.sweep import PointResult, pick_settings, verdict_of_sweep
-from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
+from pretrain_tools.experiments.sweep_plan import (
+    SweepRequest,
+    cautions_of_sweep,
+    check_points,
+    config_of_run,
+    read_axes,
+    request_problems,
+)
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 
@@ -49,6 +56,7 @@ def test_values_are_split_only_outside_brackets():
         ({"vary": ["a"]}, "must be a setting and its values"),
         ({"vary": ["a=1", "a=2"]}, "passed twice"),
         ({"vary": ["a=1..2"]}, "requires --search"),
+        ({"vary": ["a=1e-3..0.001"], "search": 5}, "the ends of a range must differ"),
         ({"vary": ["a=1,2"], "search": 5}, "requires a range"),
         ({"vary": ["seed=1,2"], "seeds": 2}, "use only one of them"),
         ({"vary": ["output=a,b"]}, "its own folder"),
@@ -75,6 +83,30 @@ def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_pat
     said = refusal(request(*vary, seeds=2, recipe=recipe, output=tmp_path / "sweep"))
     assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
     assert "250 is not a multiple of" in said and len(said.splitlines()) == len(set(said.splitlines()))
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_different_validation_data_gives_a_warning(recipe, shards, tmp_path):
+    (folder,) = {source.shards for source in read_run_config(recipe, []).data.train}
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    both = f"[{{shards: {folder}}}, {{shards: {other}}}]"
+    vary = [f"data.train=[{{shards: {folder}}}],{both}"]
+    changes = {"recipe": recipe, "output": tmp_path / "sweep"}
+    asked = request(*vary, **changes)
+    (said,) = cautions_of_sweep(asked, check_points(asked, asked.grid))
+    assert said.startswith("the runs use different validation data (") and "set data.validation" in said
+    asked = request(*vary, changes=(("data.validation", f"[{{shards: {folder}}}]"),), **changes)
+    assert not cautions_of_sweep(asked, check_points(asked, asked.grid))
+
+
+def test_equal_values_in_different_words_are_refused(recipe, tmp_path):
+    vary = ["optim.learning_rate=5e-3,0.005,1e-2", "data.document_mask=true,True"]
+    said = refusal(request(*vary, recipe=recipe, output=tmp_path / "sweep")).splitlines()
+    assert sorted(said) == [
+        "--vary data.document_mask: true and True are the same value; list it once",
+        "--vary optim.learning_rate: 5e-3 and 0.005 are the same value; list it once",
+    ]
     assert not (tmp_path / "sweep").exists()
 
 
@@ -151,6 +183,15 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert losses == sorted(losses) and losses[0] == pytest.approx(min(losses))
     assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
     assert "use the same --vary" in refusal(replace(asked, axes=tuple(read_axes(["optim.learning_rate=1e-4..1e-2"]))))
+
+
+def test_a_search_ends_when_everything_was_tried(recipe, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    trained = record_instead_of_training(monkeypatch, lambda config: {"source": 3 / config.budget.steps})
+    asked = request("budget.steps=2..4", search=6, recipe=recipe, output=tmp_path / "found")
+    assert sweeps.run_sweep(asked, 1) == 0
+    assert len(trained) == 3 and "stopping after 3 trials: found no untried" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "found/results.json").read_text())["results"]) == 3
 
 
 def test_only_its_own_folder_continues_a_sweep(recipe, tmp_path, monkeypatch):

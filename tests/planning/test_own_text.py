@@ -199,7 +199,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert "2 of 2 files aren't UTF-8 text: image.txt, latin.txt (it contains NUL bytes)" in told and "iconv" in told
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told and "input" not in told
-    assert "--minutes 0: must be a positive number" in refused(tmp_path, "small.txt", "--minutes", "0")
+    assert "--minutes 0: must be more than 0 and less" in refused(tmp_path, "small.txt", "--minutes", "0")
     assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )

@@ -82,6 +82,16 @@ def test_tokens_that_already_exist_do_not_become_special(tokenizer):
         extended(added, [NEW_TEXT], base.vocabulary_size + 12, ["<|user|>", word, "<think>"])
 
 
+@pytest.mark.parametrize("extends", [False, True])
+def test_ordinary_words_do_not_become_special(run, tokenizer, tmp_path, extends):
+    (tmp_path / "a.txt").write_text(NEW_TEXT)
+    options = ["--input", tmp_path / "a.txt", "--validation_fraction", 0, "--output", tmp_path / "new"]
+    options += ["--train_tokenizer", 600, "--special_tokens", "<|user|>", "zyxself", "####", " "]
+    with pytest.raises(InputError, match="--special_tokens 'zyxself' '####' ' ': can't be told apart from"):
+        run(*options, with_tokenizer=extends)
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_command_extends_with_special_tokens(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(NEW_TEXT)
     output = tmp_path / "new"

@@ -189,6 +189,21 @@ def test_why_no_documents_are_left_is_told(tmp_path, run, goal, option, said):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("pattern", ["**", "**/*.json*"])
+@pytest.mark.parametrize("training", [(), ("--train_tokenizer", 300)])
+def test_the_output_is_not_its_own_input(tmp_path, monkeypatch, run, training, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    write_jsonl(tmp_path / "x/a.jsonl", texts(50))
+    output = tmp_path / "x/out"
+    run("--input", f"x/{pattern}", "--output", output, *training, with_tokenizer=not training)
+    before = content_of(output)
+    told = run("--input", f"x/{pattern}", "--output", output, *training, with_tokenizer=not training)
+    assert "already complete" in told and content_of(output) == before
+    with pytest.raises(InputError, match="matches only files in --output x/out; use another folder"):
+        run("--input", "x/out/*.json", "--output", "x/out", *training, with_tokenizer=not training)
+
+
 def test_a_near_duplicate_search_without_documents_leaves_nothing(tmp_path, run):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ""}\n')
     with pytest.raises(InputError, match="nothing was written"):

@@ -214,6 +214,9 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             absent = [name for name in reading.fields if name not in header]
             if absent:
                 raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
+            for name in reading.fields:
+                if (count := header.count(name)) > 1:
+                    raise DamagedFileError(f"{count} columns are named {name!r}", _count_of(rows))
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}

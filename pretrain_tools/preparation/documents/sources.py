@@ -71,7 +71,11 @@ def place_text(path: str, format_name: str | None, number: int) -> str:
 
 
 def find_sources(
-    patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None, option: str = "--input"
+    patterns: Sequence[str],
+    exclude: Sequence[str] = (),
+    format_name: str | None = None,
+    option: str = "--input",
+    own_output: str | None = None,
 ) -> list[InputFile]:
     """Finds files by path, URL or pattern (`**` recurses), except those that match `exclude`. Sorts them by path.
 
@@ -79,13 +83,17 @@ def find_sources(
 
     Args:
         option: name of the command-line option, for messages.
+        own_output: folder with the command's output, whose files are skipped. Otherwise, a pattern that matches it
+            would find more files when the command runs again.
     """
     problems = Problems()
     if format_name is not None and format_name not in FORMATS:
         problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
     paths: set[str] = set()
     for pattern in patterns:
-        found = files_matching(pattern)
+        found = problems.attempt(files_matching, pattern)
+        if found is None:
+            continue
         if not found:
             remedy = "no such file; quote patterns, and use ** to search subfolders"
             if os.path.isdir(pattern):
@@ -94,6 +102,12 @@ def find_sources(
                 remedy = "is a pipe or a device; save its content to a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
+    if own_output is not None:
+        own = os.path.join(os.path.realpath(own_output), "")
+        others = {path for path in paths if is_url(path) or not os.path.realpath(path).startswith(own)}
+        if paths and not others:
+            problems.append(f"{option}: matches only files in --output {own_output}; use another folder")
+        paths = others
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
     if paths and not kept:
         problems.append(f"--exclude {' '.join(exclude)}: excludes all {len(paths):,} input files")

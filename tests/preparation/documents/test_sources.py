@@ -317,6 +317,9 @@ def test_bad_rows_of_csv(tmp_path):
     assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
     assert "malformed row" in records[3].problem
+    (tmp_path / "b.csv").write_bytes(b"id,id,text,text\n1,2,a,b\n3,4,c,d\n")
+    (record,) = records_of_parts([tmp_path / "b.csv"])
+    assert "2 columns are named 'text'" in record.problem and record.problem_records == 2
 
 
 def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
