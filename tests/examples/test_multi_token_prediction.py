@@ -14,7 +14,7 @@ from pretrain.model import loss_terms
 from pretrain.model.attention import model_inputs
 from pretrain.model.build import build_model
 from pretrain.registry import LOSS_TERMS, load_extensions
-from pretrain.training.resuming import refuse_other_terms
+from pretrain.training.continued_plan import refuse_other_terms
 from support.project import ROOT, events, run_script
 from support.tiny_models import TINY_LLAMA
 
