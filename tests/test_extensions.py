@@ -159,7 +159,9 @@ def test_an_optimizer_with_its_own_step_count_resumes_with_zero(extended, tmp_pa
 def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
-    told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
+    changed = ("--loss.terms.some_tokens.coefficient", "1", "--optim.max_grad_norm", "0.5")
+    told = run_script("train.py", "--config", extended, *changed).stdout
+    assert "  optim.max_grad_norm: 1.0 until now, 0.5 from here on" in told
     assert "  extension ideas.py: " in told and "  loss.terms: {'some_tokens': {'coefficient': 3.0}} until now" in told
     assert len(list((tmp_path / "run/extensions").iterdir())) == 2
 

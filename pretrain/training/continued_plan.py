@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from pretrain.checkpoint.checkpoints import NoValidCheckpointError, load_saved
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
-from pretrain.config import RunConfig
+from pretrain.config import Loss, RunConfig
 from pretrain.data.batches import DataPosition, moved_past
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError, Problems
@@ -25,6 +26,7 @@ from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
+from pretrain.registry import LOSS_TERMS
 from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
@@ -380,6 +382,7 @@ def continue_from(
         or old_checkpoint_problems(contents, plan, begins_branch=begins_branch)
         or tokenizer_problems(found, identity, plan, begins_branch=begins_branch)
     )
+    problems += term_problems(found, config.loss, begins_branch=begins_branch)
     problems.stop_if_any()
     changes = changes_since(contents, asked.config, asked.overridden, begins_branch=begins_branch)
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
@@ -445,6 +448,22 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
         f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; use another "
         "--output for the branch, or omit branch_from to continue that run"
     )
+
+
+def term_problems(found: Path, settings: Loss, *, begins_branch: bool) -> list[str]:
+    """Lists loss terms with trained parameters that were added or removed since the checkpoint."""
+    now = {name for name in settings.terms if LOSS_TERMS[name].has_parameters()}
+    try:
+        saved = {name.split(".")[1] for name in load_saved(found).loss_terms.shapes()}
+    except NoValidCheckpointError:  # with --check, which doesn't verify the files
+        return []
+    if now == saved:
+        return []
+    return [
+        f"loss.terms: with trained parameters, the recipe has {', '.join(sorted(now)) or 'none'}, but {found} has "
+        f"{', '.join(sorted(saved)) or 'none'}. Loss terms with trained parameters cannot change during a run; "
+        f"restore them, or {_instead(begins_branch=begins_branch)}"
+    ]
 
 
 def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
