@@ -163,14 +163,17 @@ def check(asked: CommandLine) -> None:
     config = resolve_auto(asked.config)
     problems.attempt(strategy_class, config)
     plan = problems.attempt(derive, config, ranks=micro_batches_launched())
-    continuation = problems.attempt(describe_next_start, config, plan, asked) if plan else None
+    next_start = problems.attempt(describe_next_start, config, plan, asked) if plan else None
     validation = problems.attempt(open_validation, config.data)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
     print(banner(config, plan, {}))
+    continuation, is_complete = next_start
     if continuation:
         print(continuation)
+    if is_complete:
+        return
     lines = judgement(config, plan, asked.overridden, validation, sys.argv[1:])
     print(*lines, sep="\n")
     print(f"{warnings_in_words(lines)}: this run can start.")

@@ -7,7 +7,10 @@ import select
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pretrain.terminal import LIVE_LINE, colored
@@ -29,6 +32,9 @@ SECONDS_TO_REPORT = 10.0
 """How long the other processes on a machine wait for the first one to report an error."""
 
 _Value = TypeVar("Value")
+
+OWN_FOLDERS: set[Path] = set()
+"""Folders with user code. Errors in these files are reported with file and line."""
 
 UNUSABLE_PATHS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "grant this user access, or use another path"),
@@ -124,10 +130,11 @@ def print_problems(problems: Iterable[str]) -> None:
 def run_script(main: Callable[[], int | None]) -> None:
     """Runs a script's main function and exits with its status, or with the status of its error (see `or_exit`).
 
+    An error in user code counts as an input error (see `errors_in_own_code`).
     If a reader such as `| head` closes stdout early, exits with EXIT_CLOSED_PIPE and without a traceback.
     """
     try:
-        code = or_exit(main) or EXIT_DONE
+        code = or_exit(errors_in_own_code()(main)) or EXIT_DONE
         sys.stdout.flush()
     except BrokenPipeError:
         if not stdout_is_broken():  # the pipe is a library's socket
@@ -173,6 +180,48 @@ def one_line(error: BaseException) -> str:
     """Returns the error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def error_in_file(error: BaseException, path: Path) -> str:
+    """Formats an error raised while loading `path`, as in 'mine.py, line 12: NameError: ...'."""
+    place = place_of(error) or str(path)
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
+
+
+@contextmanager
+def errors_in_own_code() -> Iterator[None]:
+    """Converts an error raised by user code to an InputError with the file, the line and its code.
+
+    Leaves a RuntimeError or OSError unchanged. The machine may have caused it, so a restart may help.
+    """
+    try:
+        yield
+    except (InputError, RuntimeError, OSError):
+        raise
+    except Exception as error:
+        if frames := own_frames(error):
+            raise InputError(f"{error_in_file(error, Path())}, in: {frames[-1].line}") from error
+        raise
+
+
+def place_of(error: BaseException) -> str:
+    """Returns 'mine.py, line 12' for the error's last frame in user code, or "" if there is none."""
+    if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
+        return f"{error.filename}, line {error.lineno}"
+    frames = own_frames(error)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the error's frames in user code."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+
+
+def is_own(file: str) -> bool:
+    """Returns True if a file is in one of OWN_FOLDERS. The script itself may be there, too, but isn't user code."""
+    path = Path(file)
+    return path.parent in OWN_FOLDERS and path.name != "__init__.py" and path != Path(sys.argv[0]).absolute()
 
 
 SMALL_FILE_BYTES = 1 << 20

@@ -12,7 +12,6 @@ recipe doesn't import them. To add your own class, register it with a decorator:
 import hashlib
 import importlib
 import sys
-import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pretrain.errors import InputError, did_you_mean, shortened
+from pretrain.errors import OWN_FOLDERS, InputError, did_you_mean, error_in_file, shortened
 
 _Entry = TypeVar("_Entry")
 
@@ -115,8 +114,6 @@ TASKS = Table("a task", {})
 TRACKERS = Table("a tracker", {}, base="accelerate.tracking:GeneralTracker")
 """Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
-OWN_FOLDERS: set[Path] = set()
-"""Folders with user code. Errors in these files are reported with file and line."""
 EXTENSIONS: list[str] = []
 """Paths of the loaded extensions."""
 LOADED_CODE: dict[str, str] = {}
@@ -183,27 +180,6 @@ def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | 
     """Checks a setting of the form {name: options or None}. Raises ValueError for an unknown name or option."""
     for name, options in given.items():
         check_options(f"{setting}.{name}", table[table.checked(name)].Options, options or {})
-
-
-def error_in_file(error: BaseException, path: Path) -> str:
-    """Formats an error raised while loading `path`, as in 'mine.py, line 12: NameError: ...'."""
-    place = place_of(error) or str(path)
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
-
-
-def place_of(error: BaseException) -> str:
-    """Returns 'mine.py, line 12' for the error's last frame in user code, or "" if there is none."""
-    if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
-        return f"{error.filename}, line {error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-
-
-def is_own(file: str) -> bool:
-    """Returns True if a file is in one of OWN_FOLDERS."""
-    path = Path(file)
-    return path.parent in OWN_FOLDERS and path.name != "__init__.py"
 
 
 def digest_of(files: Iterable[Path]) -> str:

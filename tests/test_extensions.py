@@ -1,6 +1,7 @@
 """Tests for extensions: recipes can use names registered in a user's file, and runs validate and record them."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import yaml
 from transformers import PreTrainedConfig
 
+from pretrain import errors
 from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
@@ -167,7 +169,9 @@ def test_zero_rejects_scalars_that_differ_between_parameters(extended, tmp_path)
 def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
-    told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
+    changed = ("--loss.terms.some_tokens.coefficient", "1", "--optim.max_grad_norm", "0.5")
+    told = run_script("train.py", "--config", extended, *changed).stdout
+    assert "  optim.max_grad_norm: 1.0 until now, 0.5 from here on" in told
     assert "  extension ideas.py: " in told and "  loss.terms: {'some_tokens': {'coefficient': 3.0}} until now" in told
     assert len(list((tmp_path / "run/extensions").iterdir())) == 2
 
@@ -246,6 +250,29 @@ def test_a_mistake_that_the_first_step_shows_is_named(extended, tmp_path, there,
     refused = run_script("train.py", "--config", extended, check=False)
     assert refused.returncode == 2 and said in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "said"),
+    [
+        ("return 0.5**step\n", "return 1 / schedule.nothing\n", "line 26: AttributeError: 'Schedule' object has no"),
+        ("return (1 + seen.step)", "return seen.nothing", "line 40: AttributeError: 'Seen' object has no attribute"),
+        ("by_token = True\n", "def __init__(self, *given):\n        {}['x']\n", "line 34: KeyError: 'x', in: {}['x']"),
+    ],
+)
+def test_an_error_in_a_users_function_is_named_with_its_line(extended, tmp_path, there, instead, said):
+    assert there in EXTENSION
+    (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
+    refused = run_script("train.py", "--config", extended, check=False)
+    assert refused.returncode == 2 and f"ideas.py, {said}" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_an_error_of_the_script_next_to_an_extension_is_not_the_users(monkeypatch, tmp_path):
+    monkeypatch.setattr(errors, "OWN_FOLDERS", {tmp_path})
+    for name, expected in (("train.py", KeyError), ("mine.py", InputError)):
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+        with pytest.raises(expected), errors.errors_in_own_code():
+            exec(compile("{}['x']", tmp_path / name, "exec"))
 
 
 def test_a_document_format_without_suffixes_is_refused(shards, tmp_path):

@@ -47,6 +47,7 @@ from pretrain.runs.run_folder import (
     validation_loss_of,
 )
 from pretrain.terminal import say
+from pretrain.units import bytes_text
 
 SAVED = ("model", "optimizer", "average", "loss_terms")
 """File name prefixes of the tensor files."""
@@ -353,7 +354,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """Raises OSError if the disk doesn't have enough space for a checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < 1.05 * needed_bytes:
-        raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free")
+        raise OSError(f"a checkpoint needs {bytes_text(needed_bytes)}, but {folder} has {bytes_text(free)} free")
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
-from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
+from pretrain.errors import InputError, did_you_mean, place_of, read_small_file, shortened
 from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
-from pretrain.registry import ARCHITECTURES, place_of
+from pretrain.registry import ARCHITECTURES
 
 # Keys that transformers accepts although they aren't dataclass fields.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}

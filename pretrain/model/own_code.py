@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 from transformers.utils import cached_file
 
-from pretrain.errors import InputError, Problems
+from pretrain.errors import InputError, Problems, error_in_file
 from pretrain.model import architectures
-from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, error_in_file, import_file
+from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, import_file
 
 USUAL_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "depth", "n_blocks"),

@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from pretrain.checkpoint.checkpoints import NoValidCheckpointError, load_saved
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
-from pretrain.config import RunConfig
+from pretrain.config import Loss, RunConfig
 from pretrain.data.batches import DataPosition, moved_past
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError, Problems
@@ -25,6 +26,7 @@ from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
+from pretrain.registry import LOSS_TERMS
 from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
@@ -380,6 +382,7 @@ def continue_from(
         or old_checkpoint_problems(contents, plan, begins_branch=begins_branch)
         or tokenizer_problems(found, identity, plan, begins_branch=begins_branch)
     )
+    problems += term_problems(found, config.loss, begins_branch=begins_branch)
     problems.stop_if_any()
     changes = changes_since(contents, asked.config, asked.overridden, begins_branch=begins_branch)
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
@@ -389,22 +392,31 @@ def continue_from(
     problems += time_problems(config, whole, state)
     if begins_branch and state.anneal_from is None and whole.total_steps <= state.step:
         problems.append(f"budget: ends at step {whole.total_steps:,}, where the branch begins; raise it")
+    rewinds_to = rewind_step(whole, contents, changes)
+    is_complete = is_finished and state.step >= whole.annealing(state.anneal_from, state.anneal_steps).total_steps
+    stop_at_step = config.checkpoint.stop_at_step
+    if stop_at_step is not None and state.step >= stop_at_step and rewinds_to is None and not is_complete:
+        problems.append(
+            f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {state.step:,}; set a later step, or "
+            "null, to continue"
+        )
     problems.stop_if_any()
     state = without_ranges_ahead(state, whole)
-    return Continuation(whole, state, changes, rewind_step(whole, contents, changes))
+    return Continuation(whole, state, changes, rewinds_to)
 
 
-def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """Describes how the next start would continue the run (see `describe_continuation`); "" without a checkpoint.
+def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> tuple[str, bool]:
+    """Returns how the next start would continue the run (see `describe_continuation`), and whether it is complete.
 
-    Doesn't verify the checkpoint's files. Raises the same InputErrors as a start.
+    The description is "" without a checkpoint. Doesn't verify the checkpoint's files. Raises the same InputErrors as a
+    start.
     """
     folders = list(checkpoint_folders(config.output).values())
     begins_branch = not folders and config.branch_from is not None
     if begins_branch:
         folders = [trunk_checkpoint(config.branch_from)]
     if not folders or not (contents := read_state(folders[-1])):
-        return ""
+        return "", False
     rollbacks = recorded_rollbacks(config.output)
     is_finished = (config.output / "final" / SEAL_FILE).exists()
     how = {"rollbacks": rollbacks, "begins_branch": begins_branch, "is_finished": is_finished}
@@ -418,7 +430,9 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         continuation = continue_from(config, plan, asked, found, read_state(found), **how)
     state = continuation.state
     effective = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
-    return describe_continuation(effective, state, continuation.changes, found)
+    if is_finished and state.step >= effective.total_steps:
+        return f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final.", True
+    return describe_continuation(effective, state, continuation.changes, found), False
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
@@ -434,6 +448,33 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
         f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; use another "
         "--output for the branch, or omit branch_from to continue that run"
     )
+
+
+def term_problems(found: Path, settings: Loss, *, begins_branch: bool) -> list[str]:
+    """Lists loss terms with trained parameters that were added or removed since the checkpoint."""
+    now = {name for name in settings.terms if LOSS_TERMS[name].has_parameters()}
+    try:
+        saved = {name.split(".")[1] for name in load_saved(found).loss_terms.shapes()}
+    except NoValidCheckpointError:  # with --check, which doesn't verify the files
+        return []
+    if now == saved:
+        return []
+    return [
+        f"loss.terms: with trained parameters, the recipe has {', '.join(sorted(now)) or 'none'}, but {found} has "
+        f"{', '.join(sorted(saved)) or 'none'}. Loss terms with trained parameters cannot change during a run; "
+        f"restore them, or {_instead(begins_branch=begins_branch)}"
+    ]
+
+
+def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
+    """Raises InputError if the loss terms' parameters differ from the checkpoint's in name or shape."""
+    if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
+        first = differing[0]
+        raise InputError(
+            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first} "
+            f"({shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint). Loss terms with "
+            "trained parameters cannot change during a run; restore them, or use another --output."
+        )
 
 
 def continuation_problems(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
 from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.config import RunConfig
-from pretrain.errors import InputError, Problems
+from pretrain.errors import Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import averages_after, can_continue
@@ -59,12 +59,6 @@ def open_run(
     log.set_position(step, run.state.tokens)
     run.is_complete = step >= run.plan.total_steps and has_final
     if not run.is_complete:
-        stop_at_step = config.checkpoint.stop_at_step
-        if stop_at_step is not None and step >= stop_at_step:
-            raise InputError(
-                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; set a later step, "
-                "or null, to continue"
-            )
         refuse_crash_loop(config.output, step, strategy.ranks)
     if config.hub.repository is not None:
         from pretrain.training.background_jobs import resume_publishing
@@ -147,6 +141,8 @@ def load_checkpoint(run: Run) -> None:
         run.built.experts.load(state.expert_counts)
     if not run.saved:
         return
+    from pretrain.training.continued_plan import refuse_other_terms
+
     names = PublishedNames.of(strategy.causal_lm.config)
     refuse_other_terms(strategy.term_tensors().shapes, run.saved.loss_terms.shapes())
     model = JoinedTensors(run.saved.model, names)
@@ -163,17 +159,6 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
         message = f"averaging: the checkpoint contains no {settings.kind} average; starting a new one from its weights"
         run.log.warn(message, step=state.step)
-
-
-def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
-    """Raises InputError if the loss terms' parameters differ from the checkpoint's in name or shape."""
-    if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
-        first = differing[0]
-        raise InputError(
-            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first} "
-            f"({shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint). Loss terms with "
-            "trained parameters cannot change during a run; restore them, or use another --output."
-        )
 
 
 def roll_back(run: Run, finding: Finding) -> None:

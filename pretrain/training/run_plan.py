@@ -70,6 +70,10 @@ SHAPE = (
 KEPT = (
     *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.learning_rate_per_sequence"),
     *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
+    *("data.document_mask", "precision", "averaging.kind", "averaging.half_life_fraction"),
+    *("averaging.tail_fraction", "optim.group_learning_rates", "optim.weight_decay", "optim.betas", "optim.eps"),
+    *("optim.max_grad_norm", "optim.muon.split_matrices", "optim.muon.qk_clip"),
+    *("loss.z_loss", "loss.router_balance", "loss.router_z_loss", "loss.router_bias_rate"),
 )
 """Settings recorded in checkpoints, as set by the user, to detect changes when a run continues."""
 

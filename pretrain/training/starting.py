@@ -22,6 +22,7 @@ from pretrain.errors import (
     InputError,
     UnreachableError,
     end_now,
+    errors_in_own_code,
 )
 from pretrain.hardware import memory_bytes
 from pretrain.parallel.launcher import ToolError, run_tool
@@ -69,7 +70,8 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             (config.output / END_REASON_FILE).unlink(missing_ok=True)
         metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
-            return train(metrics)
+            with errors_in_own_code():
+                return train(metrics)
         except RunStoppedError as stop:  # raised on all ranks
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code

@@ -162,7 +162,7 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
 
 
 def test_a_full_disk_is_detected_before_the_save(tmp_path):
-    with pytest.raises(OSError, match=r"a checkpoint needs .* GB, but .* has .* GB free"):
+    with pytest.raises(OSError, match=r"a checkpoint needs 1,000,000.0 TB, but .* has .*B free"):
         require_space(tmp_path, 10**18)
 
 

@@ -14,7 +14,7 @@ from pretrain.model import loss_terms
 from pretrain.model.attention import model_inputs
 from pretrain.model.build import build_model
 from pretrain.registry import LOSS_TERMS, load_extensions
-from pretrain.training.resuming import refuse_other_terms
+from pretrain.training.continued_plan import refuse_other_terms
 from support.project import ROOT, events, run_script
 from support.tiny_models import TINY_LLAMA
 
@@ -105,6 +105,8 @@ def test_parameters_are_in_checkpoints_and_not_in_the_model(with_term, tmp_path)
     saved, average = (load_file(folder / f"{name}.safetensors") for name in ("loss_terms", "average_loss_terms"))
     key = f"loss_terms.{NAME}.0.projection.weight"
     assert saved.keys() == average.keys() and not torch.equal(saved[key], average[key])
+    refused = run_script("train.py", "--config", with_term, "--loss.terms", "{}", "--check", check=False)
+    assert refused.returncode == 2 and f"the recipe has none, but {folder} has {NAME}" in refused.stderr
     first, *_, last = (event[f"loss_{NAME}"] for event in events(run, "train"))
     assert last < first, "the loss term's parameters must learn"
     for place in (run / "final", folder):

@@ -88,7 +88,9 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     state = json.loads((branch / "checkpoints/step-00000012/trainer_state.json").read_text())["state"]
     assert state["lineage"] == [{"run": f"{tmp_path}/run", "step": 8, "tokens": 8 * 256}]
     assert "- branched from run run at step 8, after 2.05k tokens" in (branch / "final/README.md").read_text()
-    assert "is already complete: 12 steps" in train(path).stdout
+    for how in ((), ("--check",), ("--checkpoint.stop_at_step", "7")):
+        said = train(path, *how).stdout
+        assert "is already complete: 12 steps" in said and "can start" not in said
 
     for address, steps, message in (
         ("run@5", 12, "available steps: 4, 8, 12"),
@@ -116,8 +118,9 @@ def test_a_paused_run_matches_an_uninterrupted_run(recipe, tmp_path, schedule):
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
     assert first.returncode == 130 and "paused at checkpoint.stop_at_step, saved at step 7" in first.stderr
     assert [event["step"] for event in events(paused, "validation")] == [0, 6, 7]
-    again = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
-    assert again.returncode == 2 and "set a later step, or null, to continue" in again.stderr
+    for how in ((), ("--check",)):
+        again = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", *how, check=False)
+        assert again.returncode == 2 and "set a later step, or null, to continue" in again.stderr
     train(path, "--output", paused)
     assert rates(paused) == rates(tmp_path / "run") and losses(paused) == losses(tmp_path / "run")
 
