@@ -79,7 +79,8 @@ def carry_out(request: "PreparationRequest") -> int:
 
 def verify(folder: str) -> None:
     """Verifies a prepared folder. Raises InputError listing all problems."""
-    from pretrain.data.shards import read_manifest, verify_shards
+    from pretrain.data.shards import read_manifest
+    from pretrain_tools.preparation.verification import verify_shards
 
     problems = verify_shards(folder)
     if problems:

@@ -7,8 +7,6 @@ A shard is a headerless, little-endian array of uint16 (vocabularies up to 65,53
 """
 
 import bisect
-import errno
-import hashlib
 import itertools
 import weakref
 from collections import deque
@@ -22,7 +20,7 @@ import numpy as np
 from pretrain.config import DataCache, Shards
 from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
-from pretrain.files import is_url, shown
+from pretrain.files import is_url
 
 if TYPE_CHECKING:
     import h5py
@@ -222,36 +220,3 @@ def open_source(source: Shards, split: str, cache: DataCache | None = None) -> S
     if problems := found.damage[split] if found else shard_size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
     return ShardReader(manifest, split, cache)
-
-
-def verify_shards(folder: str | Path) -> list[str]:
-    """Lists all missing and changed files of a prepared folder, local or at a URL. Hashes every file."""
-    try:
-        manifest = read_manifest(folder)
-    except InputError as error:
-        return error.problems
-    problems = shard_size_problems(manifest, manifest.shards)
-    problems += _hash_problems(f"{manifest.tokenizer_folder}/tokenizer.json", manifest.tokenizer_sha256)
-    place = manifest.url or manifest.folder
-    missing = {problem.partition(": is missing")[0] for problem in problems}
-    for shard in manifest.shards:
-        for name, sha256 in {shard.file: shard.sha256, **shard.beside}.items():
-            if f"{manifest.place}/{name}" not in missing:
-                problems += _hash_problems(f"{place}/{name}", sha256)
-    return problems
-
-
-def _hash_problems(path: str, sha256: str) -> list[str]:
-    """Returns [problem] if a file is missing or its hash differs, otherwise []."""
-    from pretrain.urls import open_file
-
-    try:
-        with open_file(path) as file:
-            now = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return [f"{shown(path)}: is missing; restore it, or remove the folder and prepare it again"]
-    if now == sha256:
-        return []
-    return [f"{shown(path)}: its content has changed (sha256 differs from the manifest's); restore it"]

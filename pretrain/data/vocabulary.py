@@ -25,21 +25,6 @@ def planned_model_config(config: RunConfig) -> PreTrainedConfig:
     return load_recipe_model_config(config.model, vocabulary_of(config.data))
 
 
-def assumed_vocabulary(config: RunConfig, model_config: PreTrainedConfig) -> list[str]:
-    """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet.
-
-    Returns [] if the model config sets vocab_size.
-    """
-    if vocabulary_of(config.data) is not None:
-        return []
-    if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:
-        return []
-    return [
-        f"vocabulary: depends on the data, which is not prepared yet. Planned with {model_config.vocab_size:,} "
-        "rows; use --model.vocab_size N to plan with a different size"
-    ]
-
-
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
     """Formats a vocabulary size for a model with `model_rows` rows, such as '50,257 IDs, padded to 50,304'."""
     text = f"{vocabulary_size:,} IDs"

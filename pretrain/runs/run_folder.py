@@ -165,12 +165,6 @@ def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) ->
     return {*newest, *best, *milestones}
 
 
-def best_step(checkpoints: Mapping[int, Path]) -> int | None:
-    """Returns the step with the lowest validation loss (averaged over sources), or None without validation."""
-    losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
-    return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
-
-
 def output_problem(run: Path) -> str | None:
     """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
     if "\0" in str(run):

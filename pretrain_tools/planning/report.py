@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from pretrain.config import MemoryBudget, RunConfig
-from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
+from pretrain.data.vocabulary import planned_model_config, vocabulary_of
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA
+from pretrain.model.model_config import load_recipe_model_config
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped
 from pretrain.training.auto_settings import resolve_auto
@@ -140,6 +141,21 @@ def build_plan(
         config, hardware, precision, work, mfu, candidates, recommended, command, storage_of(config, work), sources,
         problems, proposal,
     )  # fmt: skip
+
+
+def assumed_vocabulary(config: RunConfig, model_config: Any) -> list[str]:
+    """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet.
+
+    Returns [] if the model config sets vocab_size.
+    """
+    if vocabulary_of(config.data) is not None:
+        return []
+    if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:
+        return []
+    return [
+        f"vocabulary: depends on the data, which is not prepared yet. Planned with {model_config.vocab_size:,} "
+        "rows; use --model.vocab_size N to plan with a different size"
+    ]
 
 
 def propose(

@@ -13,6 +13,6 @@ The output is deterministic: it doesn't depend on the number of workers or on in
     collector, shard_writer, text_files: remove exact duplicates and write shards and text
     near_duplicate_search: finds near duplicates in prepared folders
     slices, upload: split work across machines, and upload outputs to URLs
-    inspect: describes a prepared folder
+    inspect, verification: describe a prepared folder, and verify its hashes
     tokenizer_training, tokenizer_extension: train and extend tokenizers
 """

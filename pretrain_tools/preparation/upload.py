@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.data.shards import verify_shards
 from pretrain.errors import InputError, one_line
 from pretrain.files import seal, shown, write_durably
 from pretrain.terminal import say
+from pretrain_tools.preparation.verification import verify_shards
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_store import MirrorStore

@@ -10,12 +10,13 @@ from typing import Any
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, remove
 from pretrain.runs.hub import revision_of
-from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_config, read_state, setting
+from pretrain.runs.run_folder import checkpoint_damage, checkpoint_folders, read_config, read_state, setting
 from pretrain_tools.publishing.card import write_card
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain_tools.publishing.provenance import write_provenance
 from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, training_content
+from pretrain_tools.runs.addresses import best_step
 from pretrain_tools.runs.history import last_good_end
 
 WRITTEN_ANEW = (

@@ -10,13 +10,19 @@ owner/name@rev    a Hub model at a branch, tag or commit
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, is_first_on_machine, one_line
 from pretrain.files import SEAL_FILE
-from pretrain.runs.run_folder import METRICS_FILE, best_step, checkpoint_damage, checkpoint_folders, read_state
+from pretrain.runs.run_folder import (
+    METRICS_FILE,
+    checkpoint_damage,
+    checkpoint_folders,
+    read_state,
+    validation_loss_of,
+)
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?:@[\w./-]+)?")
@@ -160,3 +166,9 @@ def download(flag: str, text: str, files: list[str] | None = None) -> Path:
             f"{flag} {text}: not a local folder, and the Hub download failed ({one_line(error)}); use a local folder, "
             "or a Hub ID that this machine can access"
         ) from error
+
+
+def best_step(checkpoints: Mapping[int, Path]) -> int | None:
+    """Returns the step with the lowest validation loss (averaged over sources), or None without validation."""
+    losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
+    return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)

@@ -23,11 +23,12 @@ from pretrain.config import Data, DataCache
 from pretrain.data import object_store
 from pretrain.data.batches import Batches, open_training
 from pretrain.data.object_store import BLOCK_BYTES, DiskCache, block_digests, block_reader
-from pretrain.data.shards import ShardReader, open_shards, read_manifest, verify_shards
+from pretrain.data.shards import ShardReader, open_shards, read_manifest
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import batch_ramp
 from pretrain.training.run_records import unhashed_blocks
 from pretrain.urls import UnreachableError
+from pretrain_tools.preparation.verification import verify_shards
 from support.faults import end_of, launch_with_faults, reached, wait_until
 from support.numbered_shards import write_shards
 from support.object_store import faulty, store_server

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from pretrain.data.manifest import Shard, dtype_for
-from pretrain.data.shards import open_shards, read_manifest, verify_shards
+from pretrain.data.shards import open_shards, read_manifest
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.document_index import document_table, read_index
 from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.shard_writer import ShardWriter
+from pretrain_tools.preparation.verification import verify_shards
 
 END = 9
 VOCABULARY = 10

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config, vocabulary_of, vocabulary_text
+from pretrain.data.vocabulary import planned_model_config, vocabulary_of, vocabulary_text
 from pretrain.recipe import read_run_config
+from pretrain_tools.planning.report import assumed_vocabulary
 from support.numbered_shards import write_shards
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 
-from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock, process_state
@@ -21,6 +20,7 @@ from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
+from pretrain_tools.preparation.verification import verify_shards
 from support.prepared import KILLED, content_of, make_parts_small, texts, write_jsonl
 from support.project import ROOT
 

@@ -6,9 +6,10 @@ import signal
 import pytest
 import zstandard
 
-from pretrain.data.shards import open_shards, verify_shards
+from pretrain.data.shards import open_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
+from pretrain_tools.preparation.verification import verify_shards
 from support.prepared import END, PROSE, content_of, make_parts_small, stream_of, texts, write_jsonl
 
 SPLITS = ("train", "validation")

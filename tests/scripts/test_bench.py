@@ -20,11 +20,12 @@ from bench.plain_gpt import PlainGPT
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
 from pretrain.config import WindowSpec
 from pretrain.data.batches import read_windows, windows_of
-from pretrain.data.shards import open_shards, verify_shards
+from pretrain.data.shards import open_shards
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.own_text import Machine
+from pretrain_tools.preparation.verification import verify_shards
 from support import numbered_shards
 from support.project import ROOT, launch, run_script
 from support.warm_python import WarmPopen

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import prepare_data
-from pretrain.data.shards import read_manifest, verify_shards
+from pretrain.data.shards import read_manifest
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
 from pretrain_tools.preparation.documents.records import Reading, is_drawn
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encode import FastEncoder, ReferenceEncoder
+from pretrain_tools.preparation.verification import verify_shards
 from support.prepared import END, as_parquet, content_of, make_parts_small, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import runs
-from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
+from pretrain_tools.preparation.verification import verify_shards
 from pretrain_tools.runs import step_documents
 from pretrain_tools.runs.comparison import (
     comparison_text,

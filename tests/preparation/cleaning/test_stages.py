@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import (
@@ -22,6 +21,7 @@ from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
 from pretrain_tools.preparation.slices import slice_of
+from pretrain_tools.preparation.verification import verify_shards
 from support.prepared import PROSE, content_of, texts, write_jsonl
 
 FUNCTIONS = """
