@@ -285,8 +285,13 @@ class Sweep:
 
 
 def refuse_to_lose_results(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
-    """Raises InputError if the folder's results.json has results of combinations that this sweep doesn't include."""
+    """Raises InputError if the folder's results.json has combinations or seeds that this sweep doesn't include."""
     found = read_json(request.output / SWEEP_RESULTS)
+    if (seeds := found.get("seeds", 1)) > request.seeds:
+        raise InputError(
+            f"--seeds {request.seeds}: {request.output} contains a sweep with {seeds} seeds; use --seeds {seeds} or "
+            "more, or a different --output"
+        )
     settings = [point.settings for point in points]
     if any(result["settings"] not in settings for result in found.get("results", [])):
         raise other_sweep(request, found["vary"])

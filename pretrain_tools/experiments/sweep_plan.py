@@ -162,7 +162,7 @@ def request_problems(request: SweepRequest) -> Problems:
             )
         elif find_spec("optuna") is None:
             problems.append(f"--search requires optuna, which isn't installed; run pip install {OPTUNA}")
-    names = collections.Counter(run_name(request, settings, 0) for settings in request.grid)
+    names = collections.Counter(run_name(request, settings) for settings in request.grid)
     problems += [
         f"--vary: several combinations would use the folder {name}; use shorter values"
         for name, count in names.items()
@@ -181,11 +181,8 @@ def holds_other_files(folder: Path) -> bool:
     return folder.is_dir() and not has_sweep and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
-def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> str:
-    """Returns a run's folder name, such as 'learning_rate=1e-3,tokens_per_step=16k,seed=42'.
-
-    Omits the seed if there is only one.
-    """
+def run_name(request: SweepRequest, settings: Mapping[str, str]) -> str:
+    """Returns a run's folder name without the seed, such as 'learning_rate=1e-3,tokens_per_step=16k'."""
     last = [path.rpartition(".")[2] for path in settings]
     parts = []
     for path, value in settings.items():
@@ -194,7 +191,7 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
         value = Path(value).stem if re.fullmatch(r"[\w./-]+\.(json|yaml)", value) else value
         value = re.sub(r"[^\w.+-]+", "_", value)[:LONGEST_VALUE_IN_NAME]
         parts.append(f"{short if last.count(short) == 1 else path}={value}")
-    return ",".join(parts + [f"seed={seed}"] * (request.seeds > 1))
+    return ",".join(parts)
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, name: str) -> RunConfig:
@@ -248,7 +245,11 @@ def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
 
     problems = Problems()
     config = read_run_config(request.recipe, [*request.changes, *settings.items()])
-    names = {seed: run_name(request, settings, seed) for seed in range(config.seed, config.seed + request.seeds)}
+    name = run_name(request, settings)
+    names = {seed: f"{name},seed={seed}" for seed in range(config.seed, config.seed + request.seeds)}
+    # Without the seed if there is only one, or if it was trained before more seeds were added.
+    if request.seeds == 1 or (request.output / "runs" / name).exists():
+        names[config.seed] = name
     configs = [config_of_run(config, request, seed, name) for seed, name in names.items()]
     with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
         plan = problems.attempt(derive, configs[0], ranks=1)

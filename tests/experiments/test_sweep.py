@@ -230,6 +230,22 @@ def test_another_sweep_does_not_overwrite_the_results_in_its_folder(recipe, tmp_
     assert len(trained) == 3
 
 
+def test_seeds_can_be_added_but_not_removed(recipe, tmp_path, monkeypatch):
+    trained = record_instead_of_training(monkeypatch, lambda config: {"x": config.optim.learning_rate})
+    asked = request("optim.learning_rate=1e-3,2e-3", recipe=recipe, output=tmp_path / "sweep")
+    assert sweeps.run_sweep(asked, None) == 0 and len(trained) == 2
+    more = replace(asked, seeds=3)
+    for _ in range(2):
+        assert sweeps.run_sweep(more, None) == 0 and len(trained) == 6
+    results = json.loads((tmp_path / "sweep/results.json").read_text())["results"]
+    assert [len(point["runs"]) for point in results] == [3, 3]
+    said = refusal(replace(asked, seeds=2))
+    assert (
+        said
+        == f"--seeds 2: {tmp_path}/sweep contains a sweep with 3 seeds; use --seeds 3 or more, or a different --output"
+    )
+
+
 def test_runs_are_exported_because_finished_runs_are_recognized_by_their_export(recipe, tmp_path):
     changes = [("checkpoint.save_final", "false")]
     asked = replace(request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "x"), changes=tuple(changes))

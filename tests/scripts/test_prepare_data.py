@@ -7,6 +7,8 @@ import sys
 import tarfile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
@@ -203,6 +205,14 @@ def test_the_output_is_not_its_own_input(tmp_path, monkeypatch, run, training, p
     assert "already complete" in told and content_of(output) == before
     with pytest.raises(InputError, match="matches only files in --output x/out; use another folder"):
         run("--input", "x/out/*.json", "--output", "x/out", *training, with_tokenizer=not training)
+
+
+def test_why_a_dataset_cannot_be_read_is_told(tmp_path, run):
+    columns = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    (tmp_path / "rows").mkdir()
+    pq.write_table(columns, tmp_path / "rows/a.parquet")
+    with pytest.raises(InputError, match=r"--dataset .*rows: cannot load .*\(ArrowInvalid: Multiple matches"):
+        run("--dataset", tmp_path / "rows", "--output", tmp_path / "out")
 
 
 def test_a_near_duplicate_search_without_documents_leaves_nothing(tmp_path, run):

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.containers import table_records
 from pretrain_tools.preparation.documents.records import Reading, Record
@@ -202,6 +202,8 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
         rows = _load(preset.path, subset, split, streaming, revision)
     except Exception as error:  # a dataset's builder may raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        if error.__cause__ is not None:  # datasets' own error may not have the reason
+            lines.append(f"({one_line(error.__cause__)})")
         where = "" if is_local else _where(name, preset)
         raise InputError(
             f"--dataset {name}{where}: cannot load subset {subset or 'default'}, "
