@@ -5,9 +5,7 @@ print "Loading" before its own slow imports.
 """
 
 import io
-import itertools
 import os
-import statistics
 import sys
 import textwrap
 import threading
@@ -18,7 +16,6 @@ CLEAR_LINE = "\r\x1b[K"
 COLORS = {"red": 31, "yellow": 33, "green": 32, "dim": 2}
 """ANSI color codes (ECMA-48 SGR)."""
 USUAL_WIDTH = 80
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -62,17 +59,6 @@ def wrapped(text: str, width: int | None) -> str:
 def printable(text: str) -> str:
     """Escapes control characters except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve with block characters. Each character shows the mean of one of `width` equal intervals."""
-    width = min(width, len(values))
-    bounds = [round(n * len(values) / width) for n in range(width + 1)]
-    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
-    low = min(means)
-    high = max(means)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 class LiveLine:

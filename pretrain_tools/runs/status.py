@@ -1,6 +1,7 @@
 """Determines a run's state, progress and time left. Reads only the end of each file."""
 
 import fcntl
+import itertools
 import socket
 import statistics
 import time
@@ -13,7 +14,7 @@ from pretrain.errors import InputError
 from pretrain.processes import is_alive
 from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
-from pretrain.terminal import printable, sparkline
+from pretrain.terminal import printable
 from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.runs.history import (
     end_of,
@@ -31,6 +32,7 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` reports it."""
 SHOWN_EVENTS = 8
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -275,3 +277,14 @@ def _value_text(value: object) -> str:
         return f"{value:,}"
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def sparkline(values: list[float], *, width: int = 40) -> str:
+    """Draws a curve with block characters. Each character shows the mean of one of `width` equal intervals."""
+    width = min(width, len(values))
+    bounds = [round(n * len(values) / width) for n in range(width + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
+    low = min(means)
+    high = max(means)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
