@@ -79,6 +79,14 @@ def test_tokens_between_two_log_lines_come_from_the_checkpoint(run):
     assert gaps_in_records(run, 8) == [f"{run}/data.json is missing or damaged"]
 
 
+def test_the_peak_learning_rate_may_lie_between_log_lines(run):
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.0001'))
+    assert "| learning rate | 0.001 (peak), cosine, 2 warmup steps |" in card(run, step=8)
+    change_recipe(run, optim={"learning_rate": None, "schedule": "cosine", "learning_rate_per_sequence": 1e-5})
+    assert "| learning rate | 0.0001 (peak)" in card(run, step=8)
+
+
 @pytest.mark.parametrize(
     "record", [[1], {"contamination": [{"items": 1}]}, {"contamination": 3}, {"preparation": "x"}]
 )
