@@ -48,13 +48,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sync_files(folder: Path) -> None:
-    """Syncs a folder and its files to disk."""
-    for path in folder.iterdir():
-        sync_folder(path)
-    sync_folder(folder)
-
-
 FINGERPRINT_BYTES = 1 << 16
 
 

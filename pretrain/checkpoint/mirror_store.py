@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,7 +27,7 @@ from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
 from pretrain.files import SEAL_FILE, commit, is_url, seal, sealed_files, shown
-from pretrain.runs.event_log import first_start, parse_lines
+from pretrain.runs.event_log import Event, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system
 
@@ -370,6 +370,11 @@ def id_of_run(run: Path) -> str | None:
     with suppress(FileNotFoundError), open(run / METRICS_FILE, "rb") as log:
         return first_start(log).get("start_id")
     return None
+
+
+def first_start(lines: Iterable[bytes]) -> Event:
+    """Returns the first `start` event in a log's lines, or {}."""
+    return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:

@@ -245,8 +245,15 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
     Doesn't use or change the global random state. Raises the same errors as `build_meta_model`.
     """
     model = build_meta_model(config, attention=attention)
+    names = {name for name, _ in model.named_parameters()}
     initialize_module(model, "", seed=seed)
     model.tie_weights()
+    # initialize_module replaces a module's parameters, so only modules and the class's tied weights stay shared.
+    if untied := [name for name, _ in model.named_parameters() if name not in names]:
+        raise InputError(
+            f"model: {config.model_type} shares parameters between modules in a way that Groundwork can't keep: "
+            f"{', '.join(untied)}; share the whole module, or tie the head with tie_word_embeddings: true"
+        )
     return model
 
 

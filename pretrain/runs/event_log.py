@@ -11,6 +11,7 @@ from pretrain.runs.run_folder import METRICS_FILE
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
 """Events that describe the model at a step. Other events stay valid after a rollback."""
 END_BYTES = 1 << 20
+MOST_DIGITS = 300
 
 Event = dict[str, Any]
 
@@ -24,12 +25,19 @@ def read_metrics(run: Path) -> list[Event]:
         return []
 
 
+def to_int(text: str) -> int:
+    """Parses an integer. Raises ValueError if it may be too large for a float, which no logged number is."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError
+    return int(text)
+
+
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
     """Parses events from a log's lines. Skips truncated and invalid lines."""
     events = []
     for line in lines:
         try:
-            event = json.loads(line)
+            event = json.loads(line, parse_int=to_int)
         except ValueError:
             continue
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -37,11 +45,6 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
         if event["event"] not in CURVES or isinstance(event.get("step"), int | None):
             events.append(event)
     return events
-
-
-def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in a log's lines, or {}."""
-    return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def last_position(run: Path) -> dict[str, int]:

@@ -138,9 +138,9 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes the folder if it contains only empty files, because the run was rejected before it began."""
-    if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
-        shutil.rmtree(run)
+    """Removes the folder if all its files are empty, because the run was rejected before it began."""
+    if not any(path.is_file() and path.stat().st_size for path in run.rglob("*")):
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def end_to_repeat(run: Path) -> int | None:

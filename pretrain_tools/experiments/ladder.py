@@ -209,7 +209,7 @@ def ladder_run(folder: Path) -> LadderRun | str:
     config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
-    tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
+    tokenizers = {setting(source, "tokenizer.sha256") for source in data.values() if isinstance(source, dict)}
     # Stored with the settings so that they are compared as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     return LadderRun(folder, parameters, tokens[last], loss, settings)

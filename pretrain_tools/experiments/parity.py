@@ -120,7 +120,7 @@ def compare_strategies(
     """Trains with each strategy in output/NAME, and compares the losses with those of `single`.
 
     Returns 0 if at least one strategy ran and all that ran are within tolerance, otherwise 1. Raises InputError for an
-    unknown strategy, for existing output folders, or if `single` can't train the recipe.
+    invalid request, for existing output folders, or if `single` can't train the recipe.
 
     Args:
         strategies: comma-separated names. None means all files in accelerate_configs/, or none if `mesh` is set.
@@ -129,13 +129,21 @@ def compare_strategies(
     """
     config = read_run_config(recipe, changes)
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
-    if mesh:
+    if mesh and processes > 1:
         experts = sizes_of(planned_model_config(config)).experts
         names += products_asked_for(mesh, processes, has_experts=experts > 0)
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     known = strategy_names()
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
+    if steps < 1:
+        problems.append(f"--steps: must be at least 1, got {steps}")
+    if processes < 2:
+        problems.append(
+            f"--processes: must be at least 2, got {processes}; with one process, all strategies train as {REFERENCE}"
+        )
+    elif names == [REFERENCE]:
+        problems.append(f"--strategies: {REFERENCE} is the reference; name at least one other strategy")
     problems += [
         f"{output / name} already exists; remove it, or use a different --output"
         for name in names

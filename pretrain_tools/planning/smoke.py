@@ -4,11 +4,13 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.event_log import read_metrics
-from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
+from pretrain.runs.run_folder import METRICS_FILE, checkpoint_damage, checkpoint_folders, checkpoint_name
 from pretrain.training.run_plan import derive
 from pretrain_tools.planning.footprints import planned_memory
 from pretrain_tools.planning.width_check import width_verdict
@@ -36,6 +38,8 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     steps = min(SMOKE_STEPS, run.total_steps)
     half = max(1, steps // 2)
     folder = config.output.with_name(f"{config.output.name}-smoke")
+    if problem := strategy.ranks.gather(folder_problem(folder))[0]:
+        raise InputError(problem)
     config = short_config(config, half).model_copy(update={"output": folder})
     if strategy.ranks.is_main:
         shutil.rmtree(folder, ignore_errors=True)
@@ -74,6 +78,15 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
     # All ranks must return the same status, but only the main rank has verdicts.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Returns why a folder can't be overwritten: it isn't the output of an earlier smoke test."""
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    is_short_run = (folder / METRICS_FILE).exists() and max(checkpoint_folders(folder), default=0) <= SMOKE_STEPS
+    if is_empty or is_short_run:
+        return None
+    return f"--smoke: would overwrite {folder}, which isn't from a smoke test; rename it, or use another --output"
 
 
 def short_config(config: RunConfig, every: int) -> RunConfig:

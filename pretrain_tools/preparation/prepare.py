@@ -19,7 +19,7 @@ import numpy as np
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError, UnreachableError
-from pretrain.files import as_json, delete, sync_files, sync_folder, write_durably
+from pretrain.files import as_json, delete, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain.terminal import say
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
@@ -288,3 +288,10 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
+
+
+def sync_files(folder: Path) -> None:
+    """Syncs a folder and its files to disk."""
+    for path in folder.iterdir():
+        sync_folder(path)
+    sync_folder(folder)

@@ -17,6 +17,7 @@ from pretrain_tools.runs.history import (
     count_flops,
     measured,
     planned_steps,
+    read_data_record,
     scores_of,
 )
 
@@ -215,7 +216,7 @@ def read_facts(
         step=at,
         tokens=setting(state, "state.tokens") or (tokens[-1] if tokens else None),
         total_steps=planned_steps(whole.events),
-        sources=read_sources(config, read_json(run / DATA_FILE), starts),
+        sources=read_sources(config, read_data_record(run), starts),
         scores=[score for event in whole.of("evaluation") if event.get("step") == at for score in scores_of(event)],
         lineage=setting(state, "state.lineage") or [],
         offer=offer or Publication(),
@@ -224,8 +225,9 @@ def read_facts(
 
 def gaps_in_records(run: Path, step: int) -> list[str]:
     """Lists a run's missing, damaged or incomplete records, without which the card of the model at `step` has gaps."""
-    names = ("model.json", "strategy.json", "environment.json", DATA_FILE)
-    gaps = [f"{run / name} is missing or damaged" for name in names if not read_json(run / name)]
+    records = {name: read_json(run / name) for name in ("model.json", "strategy.json", "environment.json")}
+    records[DATA_FILE] = read_data_record(run)
+    gaps = [f"{run / name} is missing or damaged" for name, record in records.items() if not record]
     trained = [event for event in read_metrics(run) if event["event"] not in BY_OTHER_PROCESSES]
     last = max((event["step"] for event in measured(trained, "step")), default=0)
     if last < step:

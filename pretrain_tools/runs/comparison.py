@@ -8,11 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json
 from pretrain.units import bytes_text, duration_text, leaves, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.runs.history import MEASURES, History, is_number, measured, read_history, require_runs
+from pretrain_tools.runs.history import (
+    MEASURES,
+    History,
+    is_number,
+    measured,
+    read_data_record,
+    read_history,
+    require_runs,
+)
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
@@ -123,7 +132,9 @@ def summary_text(run: Path) -> str:
     history = read_history(run)
     warn_of_settings(run)
     start = history.last("start")
-    records = read_json(run / "data.json").values()
+    records = read_data_record(run).values()
+    if not records:
+        print(f"warning: {run / DATA_FILE}: is missing or damaged, so its data isn't described", file=sys.stderr)
     kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]
     about = {
         "parameters": text_of(start.get("parameters"), ","),

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 
+from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
-from pretrain.runs.run_folder import METRICS_FILE, read_config, setting
+from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import energy_text
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
@@ -29,6 +30,8 @@ NO_MEASURES = {
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that aren't scores."""
+CONTAMINATION_KEYS = {"benchmark", "items", "sought", "found", "documents", "remove"}
+"""Keys of a row in data.json's contamination (see data/data_record.py)."""
 END_BYTES = 1 << 19
 """Size of the part of a log that `read_end` reads, about 2,500 lines."""
 
@@ -212,6 +215,19 @@ def read_history(run: Path) -> History:
     if not events:
         raise InputError(f"{run / METRICS_FILE}: contains no events yet; wait until the run has started")
     return History.of_events(run, events)
+
+
+def read_data_record(run: Path) -> dict[str, dict]:
+    """Reads a run's data.json. Returns {} if it is missing or damaged."""
+    records = read_json(run / DATA_FILE)
+    return records if all(map(_is_data_record, records.values())) else {}
+
+
+def _is_data_record(record: object) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("preparation") or {}, dict):
+        return False
+    rows = record.get("contamination") or []
+    return isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= CONTAMINATION_KEYS for row in rows)
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:

@@ -23,6 +23,7 @@ from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, 
 from pretrain.model.model_config import config_differences, load_model_config, register_code_of
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
 from pretrain_tools.runs.addresses import ModelAddress, find_models, newest_models
 from pretrain_tools.runs.history import refuse_url_output
@@ -54,8 +55,14 @@ def merge_models(
         problems.append(
             f"merge {names[0]}: needs at least two models, such as RUN --last 5, RUN@400 RUN@500 or two folders"
         )
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"merge: {', '.join(repeated)} would count twice; list each model only once")
+    same: dict[object, list[str]] = {}
+    for address in addresses:
+        same.setdefault(identity_of(address), []).append(address.name)
+    problems += [
+        f"merge: {' and '.join(dict.fromkeys(found))} would count twice; list each model only once"
+        for found in same.values()
+        if len(found) > 1
+    ]
     for address in addresses if weights == "average" else ():
         problems.attempt(require_average, f"merge {address.name}: --weights average", address.folder)
     output = problems.attempt(output_folder, addresses, output)
@@ -95,6 +102,20 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
             "increase checkpoint.keep_last"
         )
     return found[::-1]
+
+
+def identity_of(address: ModelAddress) -> object:
+    """Returns a value that is equal for models with the same weights: a run's step, or the folder.
+
+    A run's final/ has the weights of the checkpoint at its step, unless it contains an average.
+    """
+    folder = address.folder.resolve()
+    if address.run is None or address.step is None:
+        return folder
+    exports = [event for event in read_metrics(address.run) if event["event"] == "export"]
+    if folder.name == "final" and exports and exports[-1].get("weights") == "average":
+        return folder
+    return address.run.resolve(), address.step
 
 
 def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:

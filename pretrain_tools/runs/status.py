@@ -33,6 +33,7 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` reports it."""
 SHOWN_EVENTS = 8
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)

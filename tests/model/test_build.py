@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaPreTrainedModel
 
 from pretrain.errors import InputError
 from pretrain.model.build import (
@@ -235,6 +235,21 @@ def test_an_architecture_that_forgets_a_parameter_is_refused():
     model.model.norm.register_parameter("scale", torch.nn.Parameter(torch.empty(4, device="meta")))
     with pytest.raises(InputError, match=r"does not initialize model\.norm\.scale; initialize them in its _ini"):
         initialize_module(model, "model.norm", seed=7)
+
+
+def test_a_model_that_shares_single_parameters_is_refused(monkeypatch):
+    def share(self, config):
+        create(self, config)
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    create = LlamaForCausalLM.__init__
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", share)
+    config = tiny("llama")
+    config.tie_word_embeddings = False
+    with pytest.raises(InputError, match=r"llama shares parameters .*: lm_head\.weight; share the whole module"):
+        build_model(config, seed=0)
+    config.tie_word_embeddings = True
+    assert build_model(config, seed=0).lm_head.weight is not None
 
 
 def test_an_unknown_attention_is_rejected_with_the_alternatives():

@@ -96,3 +96,16 @@ def test_where_every_setting_comes_from(recipe):
     assert rows["optim.betas.0"].split() == ["0.9", "default"]
     assert "this run can start" in out
     assert json.loads(rows["budget.steps"].split()[0]) == 12
+
+
+def test_a_folder_that_is_not_from_a_smoke_test_is_kept(recipe, tmp_path):
+    notes = tmp_path / "run-smoke/notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    refused = run_script("train.py", "--config", recipe, "--smoke", check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr and notes.read_text() == "mine"
+    assert f"--smoke: would overwrite {notes.parent}, which isn't from a smoke test" in refused.stderr
+    (notes.parent / "metrics.jsonl").touch()
+    assert smoke.folder_problem(notes.parent) is None
+    (notes.parent / "checkpoints/step-00000200").mkdir(parents=True)
+    assert "isn't from a smoke test" in smoke.folder_problem(notes.parent)

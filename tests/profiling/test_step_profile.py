@@ -151,6 +151,7 @@ def test_a_profile_starts_after_warm_up_and_is_canceled_by_a_rollback(session):
     ("given", "problem"),
     [("0", "must be from 1 to 100 steps"), ("7", "only 6 of 12 steps are left"), ("x", "as in --profile 20")],
 )
-def test_steps_that_cannot_be_profiled_are_refused(recipe, given, problem):
+def test_steps_that_cannot_be_profiled_are_refused(recipe, tmp_path, given, problem):
     result = run_script("train.py", recipe, "--profile", given, check=False)
     assert result.returncode == 2 and problem in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard
 
 from pretrain_tools.publishing.card import model_card, plot_losses, write_card
 from pretrain_tools.publishing.facts import Publication, gaps_in_records, read_facts
+from pretrain_tools.runs.comparison import summary_text
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
@@ -76,6 +77,26 @@ def test_tokens_between_two_log_lines_come_from_the_checkpoint(run):
     assert facts.training_flops == pytest.approx(logged.training_flops * 10 / 8)
     assert f"{run}/metrics.jsonl ends at step 8, before the model's step 10" in gaps_in_records(run, 10)
     assert gaps_in_records(run, 8) == [f"{run}/data.json is missing or damaged"]
+
+
+def test_the_peak_learning_rate_may_lie_between_log_lines(run):
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.0001'))
+    assert "| learning rate | 0.001 (peak), cosine, 2 warmup steps |" in card(run, step=8)
+    change_recipe(run, optim={"learning_rate": None, "schedule": "cosine", "learning_rate_per_sequence": 1e-5})
+    assert "| learning rate | 0.0001 (peak)" in card(run, step=8)
+
+
+@pytest.mark.parametrize(
+    "record", [[1], {"contamination": [{"items": 1}]}, {"contamination": 3}, {"preparation": "x"}]
+)
+def test_a_damaged_data_record_is_a_gap(run, record, capsys):
+    intact = card(run, step=8)
+    (run / "data.json").write_text(json.dumps({"data/docs": record}))
+    assert gaps_in_records(run, 8) == [f"{run}/data.json is missing or damaged"]
+    assert card(run, step=8) == intact
+    assert "parameters" in summary_text(run)
+    assert f"warning: {run}/data.json: is missing or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,9 @@ def test_a_tokenizer_is_identified_by_its_pre_tokenizer(pre_tokenizer, ignore_me
 
 def test_the_command_writes_one_file_or_none(tmp_path):
     run = write_run(tmp_path / "x", model=MODELS["llama"])
+    left = tmp_path / ".gguf-x.gguf"  # by a killed process
+    (left / "folder").mkdir(parents=True)
+    (left / "model.safetensors").write_text("cut off")
     out = run_script("publish.py", "--run", run, "--gguf", tmp_path / "x.gguf", "--checkpoint", "4")
     assert "x.gguf: step 4, bf16" in out.stdout
     assert gguf.GGUFReader(tmp_path / "x.gguf").fields["general.architecture"].contents() == "llama"

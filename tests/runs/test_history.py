@@ -87,6 +87,7 @@ def test_hours_leave_out_the_time_between_a_crash_and_the_restart(tmp_path):
 def test_truncated_and_invalid_lines_are_skipped():
     lines = [b'{"event": "train", "step": 1}\n', b'{"event": "tra', b"[1]\n", b'{"step": 2}\n', b'{"event": 3}\n']
     lines += [b'{"event": "train", "step": "two"}\n', b"\xff\xfe\n"]
+    lines += [b'{"event": "train", "step": 2, "loss": ' + b"9" * digits + b"}\n" for digits in (301, 5000)]
     assert parse_lines(lines) == [{"event": "train", "step": 1}]
 
 

@@ -115,6 +115,13 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
     assert not view.exists()
 
 
+def test_a_final_average_is_another_model_than_the_checkpoint_at_its_step(tmp_path):
+    run = write_run(tmp_path / "run", steps=(4, 8))
+    events = [{"event": "export", "step": 8, "weights": "average"}, {"event": "end", "step": 8, "code": 0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "The mean of" in merge_models([str(run), f"{run}@8"], last=None, weights="raw", output=None)
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -125,6 +132,8 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
             "merge {run}@5: the part after @ must be the step of a checkpoint",
         ),
         ({"models": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
+        ({"models": ["{run}@4", "{run}/../run@4"]}, "merge: {run}@4 and {run}/../run@4 would count twice"),
+        ({"models": ["{run}", "{run}@12"]}, "merge: {run}/final and {run}@12 would count twice"),
         ({"models": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"models": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
         ({"models": ["{run}@4", "{run}@8"], "output": "s3://b/x"}, "--output s3://b/x: must be a local path"),

@@ -125,8 +125,43 @@ def test_a_model_that_is_not_causal_is_rejected(monkeypatch):
 
     eager = modeling_llama.eager_attention_forward
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", not_causal)
-    with pytest.raises(InputError, match=r"llama is not causal: later tokens change earlier logits by \d+\.\d%"):
+    with pytest.raises(
+        InputError, match=r"llama is not causal: later tokens or other sequences change its logits by \d+\.\d%"
+    ):
         found_of_llama()
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (False, "is not causal: later tokens or other sequences change its logits by"),
+        (True, "in training mode, later tokens or other sequences change its logits by"),
+    ],
+)
+def test_a_model_that_mixes_sequences_is_rejected(monkeypatch, training, said):
+    forward = LlamaForCausalLM.forward
+
+    def mixed(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if self.training or not training:
+            output.logits = output.logits * (1 + output.logits.softmax(dim=0))
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", mixed)
+    with pytest.raises(InputError, match=said):
+        found_of_llama(window=WindowSpec(64, document_mask=False))
+
+
+def test_dropout_is_not_mistaken_for_a_leak(monkeypatch):
+    forward = LlamaForCausalLM.forward
+
+    def dropped(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = torch.dropout(output.logits, 0.5, self.training)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", dropped)
+    assert found_of_llama(window=WindowSpec(64, document_mask=False)).attention
 
 
 def test_missing_and_nonfinite_gradients_are_rejected(monkeypatch):
