@@ -199,7 +199,7 @@ class Watched:
         squares, elements, units, unit_squares, holders = self.strategy.sum(sums, by_layer=True)
         units, unit_squares = units / holders.clamp(min=1), unit_squares / holders.clamp(min=1)
         # A unit is off only if it is off on every rank, because each rank has other tokens.
-        used = torch.zeros(len(self.layers), int(units.max()), device=units.device)
+        used = torch.zeros(len(self.layers), max(1, int(units.max())), device=units.device)
         for number, of_calls in calls.items():
             largest = of_calls[:, :-1].amax(0)
             used[number, : len(largest)] = largest >= OFF * unit_squares[number].sqrt()

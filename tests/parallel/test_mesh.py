@@ -399,6 +399,7 @@ def runs(trainer) -> Path:
     references = {alone(*case): case for case in (*every, copies)}
     single = [run_alone(case, name) for name, case in references.items()]
     single += [run_alone(in_bf16, "bf16 alone", *bf16), run_alone(rounded, "rounded alone", *ROUNDED)]
+    single.append(run_alone(rounded_in_stages, "rounded in stages alone", *ROUNDED))
     special = [
         run(in_bf16, "bf16", "mesh", *bf16, *exported),
         *(
@@ -587,12 +588,12 @@ def test_bf16_weights_round_as_on_one_process(runs, name):
 
     The other weights differ because gradients differ in the last digits of bf16.
     """
-    wanted = losses(runs / "rounded alone")
+    wanted = losses(runs / f"{name} alone")
     found = losses(runs / name)
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-3) for step, loss in found.items())
-    assert validations(runs / name) == pytest.approx(first(validations(runs / "rounded alone"), SHORT), rel=1e-3)
+    assert validations(runs / name) == pytest.approx(first(validations(runs / f"{name} alone"), SHORT), rel=1e-3)
     assert not events(runs / name, "export")[0]["problems"]
-    expected, given = (load_file(runs / each / MIDDLE / "model.safetensors") for each in ("rounded alone", name))
+    expected, given = (load_file(runs / each / MIDDLE / "model.safetensors") for each in (f"{name} alone", name))
     matrices = [key for key in expected if "proj" in key]
     assert all(given[key].dtype == torch.bfloat16 for key in matrices)
     assert all((given[key] == expected[key]).float().mean() > 0.6 for key in matrices)
