@@ -216,7 +216,7 @@ class MeshStrategy(Strategy):
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         # In a pipeline, this costs no memory, because the schedule keeps unsharded gradients anyway.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
-        self.roots = self.stages_of(model)
+        self.roots = self.stages_of(model, weights.dtype)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
         optimizer = self.optimizer_of_parameters(build_optimizer)
@@ -227,7 +227,7 @@ class MeshStrategy(Strategy):
             dimension.after_sharding(model, self.model)
         return self.model
 
-    def stages_of(self, model: LanguageModelLoss) -> dict[int, nn.Module]:
+    def stages_of(self, model: LanguageModelLoss, weight_dtype: torch.dtype) -> dict[int, nn.Module]:
         """Returns {index: stage} for this rank's stages, on the meta device.
 
         Without a pipeline, the model is the only stage.
@@ -240,7 +240,7 @@ class MeshStrategy(Strategy):
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
         if stages - 1 not in mine:
             self.loss_terms.to("meta")  # like the layers in other stages
-        return {number: Stage(model, ranges[number], self.precision) for number in mine}
+        return {number: Stage(model, ranges[number], self.precision, weight_dtype) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
         """Initializes the modules in these roots, splits them across tp and ep ranks, and applies fully_shard."""

@@ -104,16 +104,20 @@ class Stage(nn.Module):
         model: the complete model.
         layers: indices of this stage's layers.
         precision: "fp32" runs without autocast. Any other value runs with bf16 autocast.
+        weight_dtype: dtype of the weights, and without autocast also of the hidden states.
     """
 
-    def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
+    def __init__(
+        self, model: LanguageModelLoss, layers: range, precision: str, weight_dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         all_layers = layers_of(model.causal_lm)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == len(all_layers)
         self.base = cut(model.causal_lm, layers, self.is_first, self.is_last)
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
-        self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        self.autocasts = precision != "fp32"
+        self.dtype = torch.bfloat16 if self.autocasts else weight_dtype
         """Dtype of the hidden states between stages."""
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
         self.terms = model.terms if self.is_last else None
@@ -142,7 +146,7 @@ class Stage(nn.Module):
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocasts):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.to(self.dtype)

@@ -136,7 +136,7 @@ class Masters:
 
     def scalar(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
-        return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32)
+        return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32).clone()
 
     def actual_state_shapes(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns {key: unsharded shape} for a parameter with this shape. State is a number or as large as it."""

@@ -130,7 +130,9 @@ class Watched:
         self.squares = zeros()
         self.elements = zeros()
         self.units = zeros()
-        self.units_off = zeros()
+        self.unit_squares = zeros()
+        self.holders = zeros()
+        """Number of ranks that hold the layer."""
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
         """{layer: one (units + 1,) tensor per call}: maximum magnitude per unit, then the mean square of all units."""
@@ -188,21 +190,27 @@ class Watched:
 
     def figures(self) -> dict[str, list[float | None]]:
         """Returns {metric: values per layer}, reduced over all ranks. Waits for the device. A collective call."""
-        for number, calls in self.magnitudes.items():
-            of_calls = torch.stack(calls)
+        calls = {number: torch.stack(calls) for number, calls in self.magnitudes.items()}
+        for number, of_calls in calls.items():
+            self.units[number] = of_calls.shape[1] - 1
+            self.unit_squares[number] = of_calls[:, -1].mean()
+            self.holders[number] = 1
+        sums = torch.stack([self.squares, self.elements, self.units, self.unit_squares, self.holders])
+        squares, elements, units, unit_squares, holders = self.strategy.sum(sums, by_layer=True)
+        units, unit_squares = units / holders.clamp(min=1), unit_squares / holders.clamp(min=1)
+        # A unit is off only if it is off on every rank, because each rank has other tokens.
+        used = torch.zeros(len(self.layers), max(1, int(units.max())), device=units.device)
+        for number, of_calls in calls.items():
             largest = of_calls[:, :-1].amax(0)
-            self.units[number] = largest.numel()
-            self.units_off[number] = (largest < OFF * of_calls[:, -1].mean().sqrt()).sum()
-        sums = torch.stack([self.squares, self.elements, self.units, self.units_off])
-        sums = self.strategy.sum(sums, by_layer=True)
+            used[number, : len(largest)] = largest >= OFF * unit_squares[number].sqrt()
+        off = units - (self.strategy.sum(used, by_layer=True) > 0).sum(1)
         if self.strategy.ranks.count > 1:
             dist.all_reduce(self.logits, op=dist.ReduceOp.MAX)
-        squares, elements, units, off = sums.tolist()
         logits = self.logits.tolist()
         return {
-            "activation_rms": [math.sqrt(a / b) for a, b in zip(squares, elements, strict=True)],
+            "activation_rms": [math.sqrt(a / b) for a, b in zip(squares.tolist(), elements.tolist(), strict=True)],
             "largest_logit": [logit if math.isfinite(logit) else None for logit in logits],
-            "units_off": [a / b if b else None for a, b in zip(off, units, strict=True)],
+            "units_off": [a / b if b else None for a, b in zip(off.tolist(), units.tolist(), strict=True)],
         }
 
 

@@ -394,10 +394,12 @@ def runs(trainer) -> Path:
     compiled = {"aot_eager": True}
     in_bf16 = ("adamw", "moe", Sizes(pp=2, tp=2, ep=2))
     rounded = ("adafactor", "dense", Sizes(dp_shard=2, tp=2))
+    rounded_in_stages = ("adafactor", "dense", Sizes(dp_shard=2, pp=2))
     copies = ("adamw", "dense", Sizes(dp_replicate=4))
     references = {alone(*case): case for case in (*every, copies)}
     single = [run_alone(case, name) for name, case in references.items()]
     single += [run_alone(in_bf16, "bf16 alone", *bf16), run_alone(rounded, "rounded alone", *ROUNDED)]
+    single.append(run_alone(rounded_in_stages, "rounded in stages alone", *ROUNDED))
     special = [
         run(in_bf16, "bf16", "mesh", *bf16, *exported),
         *(
@@ -405,6 +407,7 @@ def runs(trainer) -> Path:
             for name, strategy in COMPILED.items()
         ),
         run(rounded, "rounded", "mesh", *ROUNDED, *exported),
+        run(rounded_in_stages, "rounded in stages", "mesh", *ROUNDED, *exported),
         run(copies, "copies", "ddp", *ONLY_TRAIN, steps=STEPS),
         run(copies, "copies resumed", "ddp", *ONLY_TRAIN, steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
     ]
@@ -578,18 +581,19 @@ def test_replicas_are_equal_and_a_changed_one_is_found(runs, name):
     assert bool(changed) == (sizes.dp_replicate > 1 or sizes.tp > 1 or in_two_stages)
 
 
-def test_bf16_weights_round_as_on_one_process(runs):
+@pytest.mark.parametrize("name", ["rounded", "rounded in stages"])
+def test_bf16_weights_round_as_on_one_process(runs, name):
     """The fraction of weights that equal those of one process must be above 0.6. With different random numbers, it is
     between 0.41 and 0.45.
 
     The other weights differ because gradients differ in the last digits of bf16.
     """
-    wanted = losses(runs / "rounded alone")
-    found = losses(runs / "rounded")
+    wanted = losses(runs / f"{name} alone")
+    found = losses(runs / name)
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-3) for step, loss in found.items())
-    assert validations(runs / "rounded") == pytest.approx(first(validations(runs / "rounded alone"), SHORT), rel=1e-3)
-    assert not events(runs / "rounded", "export")[0]["problems"]
-    expected, given = (load_file(runs / name / MIDDLE / "model.safetensors") for name in ("rounded alone", "rounded"))
+    assert validations(runs / name) == pytest.approx(first(validations(runs / f"{name} alone"), SHORT), rel=1e-3)
+    assert not events(runs / name, "export")[0]["problems"]
+    expected, given = (load_file(runs / each / MIDDLE / "model.safetensors") for each in (f"{name} alone", name))
     matrices = [key for key in expected if "proj" in key]
     assert all(given[key].dtype == torch.bfloat16 for key in matrices)
     assert all((given[key] == expected[key]).float().mean() > 0.6 for key in matrices)

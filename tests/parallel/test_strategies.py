@@ -213,6 +213,7 @@ def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> lis
 
 def packed_runs(folder: Path, strategies: list[str]) -> list[dict]:
     arguments = ["--data.sampling", "best_fit", *CONSTANT, *NO_EXPORT, "--budget.steps", "6"]
+    arguments += ["--checkpoint.async_save", "false"]
     return [run(strategy, folder / "packed" / strategy, *arguments) for strategy in strategies]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.training.diagnostics import Diagnostics
+from pretrain.model.own_code import register_all
+from pretrain.training.diagnostics import Diagnostics, Watched
 from support.tiny_models import TINY
 
 IDS = torch.randint(1, 128, (3, 24), generator=torch.Generator().manual_seed(0))
@@ -28,6 +29,7 @@ def strategy_of(model):
 
 
 def made(name: str, attention: str = "groundwork_sdpa"):
+    register_all()
     torch.manual_seed(0)
     values = dict(TINY[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -80,3 +82,18 @@ def test_a_unit_that_no_token_activates_counts_as_off():
     up.data[: len(up) // 4] = 0
     found = Diagnostics(strategy_of(model)).measure(model, {"input_ids": IDS})
     assert [value for value in found["units_off"] if value is not None] == [0.0, 0.25, 0.0]
+
+
+def test_a_unit_counts_as_off_only_if_it_is_off_on_all_ranks():
+    strategy, sums = strategy_of(made("llama")), []
+
+    def units_off(*magnitudes: float) -> float:
+        watched = Watched(strategy.causal_lm.model.layers, strategy)
+        watched.elements += 1
+        watched.magnitudes[0] = [torch.tensor([*magnitudes, 1.0])]
+        return watched.figures()["units_off"][0]
+
+    strategy.sum = lambda tensor, by_layer: sums.append(tensor) or tensor
+    assert units_off(1.0, 0.0, 0.0) == pytest.approx(2 / 3)
+    strategy.sum = lambda tensor, by_layer: tensor + sums.pop(0)  # this rank and the first one
+    assert units_off(0.0, 0.0, 1.0) == pytest.approx(1 / 3)
