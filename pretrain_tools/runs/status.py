@@ -27,7 +27,6 @@ from pretrain_tools.runs.history import (
     require_run,
 )
 
-SPARKS = "▁▂▃▄▅▆▇█"
 STALE_HEARTBEAT_SECONDS = 60.0
 """Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
 LONG_STEP_SECONDS = 60.0
