@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.mesh_sizes import launched_sizes
 from pretrain.model.attention import attention_arguments, document_layout
-from pretrain.model.build import build_meta_model
+from pretrain.model.build import InitialWeights, build_meta_model
 from pretrain.model.compile import compile_model
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
@@ -207,10 +207,8 @@ def is_on_host(argument: object) -> bool:
     return any(map(is_on_host, argument)) if isinstance(argument, list | tuple) else False
 
 
-class NoWeights:
-    """Stand-in for `InitialWeights` that creates zeros on the host."""
-
-    are_loaded = False
+class NoWeights(InitialWeights):
+    """Initial weights that are zeros on the host."""
 
     def fill(self, causal_lm: torch.nn.Module, unit: str) -> None:
         for module in causal_lm.get_submodule(unit).modules():
@@ -424,7 +422,7 @@ def prepared(launch: Launch, stack: ExitStack) -> Prepared:
     fake = stack.enter_context(nullcontext() if launch.on_host else fake_devices())
     # Ordering buckets reads values.
     stack.enter_context(mock.patch("pretrain.parallel.strategy.order_buckets"))
-    model = strategy.prepare(model, NoWeights(), build_optimizer)
+    model = strategy.prepare(model, NoWeights(seed=0), build_optimizer)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, all_reduce_bucket)
         model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
