@@ -27,11 +27,17 @@ _Entry = TypeVar("_Entry")
 class Table(UserDict[str, Any]):
     """{name in a recipe: class or function}. Built-in entries are imported on first use."""
 
-    def __init__(self, kind: str, own: dict[str, str], base: str | None = None):
-        """base: 'module:name' of the class that entries must inherit from. None for functions."""
+    def __init__(self, kind: str, own: dict[str, str], base: str | None = None, needs: tuple[str, str] | None = None):
+        """Creates a table with the built-in entries `own`.
+
+        Args:
+            base: 'module:name' of the class that entries must inherit from. None for functions.
+            needs: (attribute that entries must have, what sets it).
+        """
         super().__init__(own)
         self.kind = kind
         self._base = base
+        self._needs = needs
         self._files: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
@@ -44,10 +50,8 @@ class Table(UserDict[str, Any]):
             base = self._base and resolve_name(self._base)
             if base and not (isinstance(entry, type) and issubclass(entry, base)):
                 raise TypeError(f"{entry.__name__} is {self.kind} and must be a subclass of {base.__name__}")
-            if self is FORMATS and not hasattr(entry, "suffixes"):
-                raise TypeError(
-                    f"{entry.__name__} is {self.kind} and must have @file_format(...) below @FORMATS.register"
-                )
+            if self._needs and not hasattr(entry, self._needs[0]):
+                raise TypeError(f"{entry.__name__} is {self.kind} and must have {self._needs[1]}")
             if missing := getattr(entry, "__abstractmethods__", None):
                 raise TypeError(f"{entry.__name__} is {self.kind} and must define {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
@@ -107,7 +111,7 @@ TRANSFORMATIONS = Table("a data transformation", {}, base="pretrain.data.transfo
 """Subclasses of `data.transformations.Transformation`."""
 ARCHITECTURES = Table("an architecture", {})
 """{model_type: causal language model}. pretrain.model.architectures registers them with transformers."""
-FORMATS = Table("a document format", {})
+FORMATS = Table("a document format", {}, needs=("suffixes", "@file_format(...) below @FORMATS.register"))
 """Functions (stream, reading) -> records. pretrain_tools.preparation.documents.formats adds the built-in ones."""
 TASKS = Table("a task", {})
 """Functions (model, tokenizer) -> {metric: value}. Tasks for evaluate.py in addition to lm-eval's."""
