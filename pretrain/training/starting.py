@@ -139,7 +139,8 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 def remove_if_empty(run: Path) -> None:
     """Removes the folder if all its files are empty, because the run was rejected before it began."""
-    if not any(path.is_file() and path.stat().st_size for path in run.rglob("*")):
+    # A link, such as checkpoints/ on another disk, is the user's.
+    if not any(path.is_symlink() or (path.is_file() and path.stat().st_size) for path in run.rglob("*")):
         shutil.rmtree(run, ignore_errors=True)
 
 

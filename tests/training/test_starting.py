@@ -18,6 +18,7 @@ from pretrain.training.starting import (
     is_out_of_memory,
     refuse_crash_loop,
     refuse_mixed_settings,
+    remove_if_empty,
     sole_use,
 )
 from support.save_and_die import ranks_of, strategy_of
@@ -166,3 +167,15 @@ def test_processes_from_different_launches_are_rejected(recipe, tmp_path, second
     both = [(tmp_path / f"found-{rank}").read_text() for rank in (0, 1)]
     expected = f"have different settings (optim.learning_rate: {named}); use the same" if named else "accepted"
     assert all(expected in found for found in both), both
+
+
+def test_a_rejected_run_keeps_what_the_user_made(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "train.log").touch()
+    remove_if_empty(run)
+    assert not run.exists()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path)
+    remove_if_empty(run)
+    assert (run / "checkpoints").is_symlink()
