@@ -242,29 +242,29 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
         ),
         ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
         ("by_token = True\n", "module = lambda self: None\n", "some_tokens: module must return a torch.nn.Module"),
+        (
+            "return 0.5**step\n",
+            "return 1 / schedule.nothing\n",
+            "ideas.py, line 26: AttributeError: 'Schedule' object has no",
+        ),
+        (
+            "return (1 + seen.step)",
+            "return seen.nothing",
+            "ideas.py, line 40: AttributeError: 'Seen' object has no attribute",
+        ),
+        (
+            "by_token = True\n",
+            "def __init__(self, *given):\n        {}['x']\n",
+            "ideas.py, line 34: KeyError: 'x', in: {}['x']",
+        ),
     ],
 )
-def test_a_mistake_that_the_first_step_shows_is_named(extended, tmp_path, there, instead, said):
+def test_a_mistake_that_the_start_shows_is_named(extended, tmp_path, there, instead, said):
     assert there in EXTENSION
     (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
     refused = run_script("train.py", "--config", extended, check=False)
     assert refused.returncode == 2 and said in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("there", "instead", "said"),
-    [
-        ("return 0.5**step\n", "return 1 / schedule.nothing\n", "line 26: AttributeError: 'Schedule' object has no"),
-        ("return (1 + seen.step)", "return seen.nothing", "line 40: AttributeError: 'Seen' object has no attribute"),
-        ("by_token = True\n", "def __init__(self, *given):\n        {}['x']\n", "line 34: KeyError: 'x', in: {}['x']"),
-    ],
-)
-def test_an_error_in_a_users_function_is_named_with_its_line(extended, tmp_path, there, instead, said):
-    assert there in EXTENSION
-    (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
-    refused = run_script("train.py", "--config", extended, check=False)
-    assert refused.returncode == 2 and f"ideas.py, {said}" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_an_error_of_the_script_next_to_an_extension_is_not_the_users(monkeypatch, tmp_path):
