@@ -267,6 +267,7 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     trained = named(Sizes(**record.get("mesh", {}))) if sizes_called(name) else record.get("strategy")
     ranks = record.get("ranks")
     recorded = name.removesuffix("_nvme").removesuffix("_offload")  # runs don't record where DeepSpeed offloads to
+    recorded = "fsdp2" if recorded == "mesh" else recorded  # mesh.yaml's own sizes are those of fsdp2
     # With one process, the run always records `single`.
     if processes == 1 or (trained, ranks) == (recorded, processes):
         return None

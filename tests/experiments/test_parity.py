@@ -26,6 +26,7 @@ from pretrain_tools.experiments.parity import (
     Curve,
     StrategyOutcome,
     largest_distance,
+    mistaken_launch,
     parity_config,
     read_curve,
     refusals,
@@ -329,3 +330,9 @@ def test_runs_record_the_stage_of_zero_but_not_where_it_offloads_to(name, tmp_pa
     (tmp_path / "strategy.json").write_text(json.dumps({"strategy": "zero3", "ranks": 2}))
     assert parity.mistaken_launch(tmp_path, name, 2) is None
     assert "instead of zero2 on 2" in parity.mistaken_launch(tmp_path, "zero2", 2)
+
+
+def test_the_sizes_in_mesh_yaml_are_those_of_fsdp2(tmp_path):
+    (tmp_path / "strategy.json").write_text('{"strategy": "fsdp2", "ranks": 2}')
+    assert mistaken_launch(tmp_path, "mesh", 2) is None
+    assert "trained with fsdp2 on 2 processes instead of ddp on 2" in mistaken_launch(tmp_path, "ddp", 2)
