@@ -103,8 +103,13 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
                 # The other layers mix documents with every attention, so no faster attention was rejected.
                 return Probe(apart, is_projection(reference))
             problems[apart] = problem
-    remedies = ["train it with --data.document_mask false"] if window.document_mask else []
-    remedies += ["use --attention auto"] if attention != "auto" else []
+
+    def works(attention: str, window: WindowSpec) -> bool:
+        return any(_problem(reference, name, window) is None for name in candidates_of(attention, reference.config))
+
+    without_mask = replace(window, document_mask=False)
+    remedies = ["train it with --data.document_mask false"] if works(attention, without_mask) else []
+    remedies += ["use --attention auto"] if works("auto", window) else []
     remedies.append("use another architecture (see docs/architectures.md)")
     raise InputError(
         f"model: {keyed.config.model_type} would not train correctly with attention {attention} "

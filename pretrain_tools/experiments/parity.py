@@ -351,4 +351,7 @@ def report_parity(
     print(f"\n{same} of the {ran} strategies that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")
+    finite = sum(map(math.isfinite, reference.loss.values()))
+    if finite < len(reference.loss):
+        print(f"warning: {REFERENCE} has a finite loss in only {finite} of {len(reference.loss)} steps")
     return results

@@ -288,6 +288,12 @@ def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monke
     assert not report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path)["fsdp2"]["same"]
 
 
+def test_losses_that_are_not_finite_are_counted(tmp_path, capsys):
+    outcome = StrategyOutcome(Curve({1: 5.0, 2: math.nan, 3: math.nan}, {1: 1.0, 2: math.nan, 3: math.nan}))
+    report_parity({"single": outcome, "ddp": outcome}, parity.TOLERANCES["fp32"], tmp_path)
+    assert "warning: single has a finite loss in only 1 of 3 steps" in capsys.readouterr().out
+
+
 def test_all_meshes_of_four_processes():
     names = parity.products_asked_for("all", 4, has_experts=False)
     assert len(names) == len(set(names)) == 14, "two dimensions of size 2 or one of size 4, without pure replication"

@@ -107,7 +107,8 @@ def test_an_attention_with_different_results_is_not_used(monkeypatch):
 
 
 def test_an_explicit_attention_is_rejected_with_alternatives(monkeypatch):
-    monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: ["groundwork_sdpa"])
+    names = {"sdpa": ["groundwork_sdpa"], "auto": ["groundwork_sdpa", "groundwork_eager"]}
+    monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: names[requested])
     monkeypatch.setattr(
         probe_module, "_mixers", lambda *arguments: set()
     )  # otherwise, each document would be processed in a separate row
@@ -148,8 +149,10 @@ def test_a_model_that_mixes_sequences_is_rejected(monkeypatch, training, said):
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", mixed)
-    with pytest.raises(InputError, match=said):
-        found_of_llama(window=WindowSpec(64, document_mask=False))
+    for document_mask in (False, True):
+        with pytest.raises(InputError, match=said) as refused:
+            found_of_llama(window=WindowSpec(64, document_mask=document_mask))
+        assert "--data.document_mask" not in str(refused.value), "a remedy that doesn't help"
 
 
 def test_dropout_is_not_mistaken_for_a_leak(monkeypatch):
