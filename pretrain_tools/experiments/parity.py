@@ -27,6 +27,7 @@ from pretrain.files import ROOT, write_durably
 from pretrain.hardware import missing_bf16
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
 from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.parallel.launcher import python_path
 from pretrain.parallel.strategy import device_type
 from pretrain.processes import signal_tree
 from pretrain.recipe import as_yaml, read_run_config
@@ -39,6 +40,7 @@ from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
 
 REFERENCE = "single"
+SCRIPT = str(ROOT / "train.py")
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """{precision: (absolute tolerance for the loss, relative tolerance for the gradient norm)}. Strategies round
 differently, so in half precision gradient norms can differ by a few percent even if the losses agree. fp8 has 3
@@ -200,7 +202,8 @@ def train_under(
         if processes > 1 and torch.cuda.device_count() == 1:
             status = run_on_one_gpu(command, processes, file)
         else:
-            status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+            environment = os.environ | {"PYTHONPATH": python_path()}
+            status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
         if status:
             text = log.read_text(encoding="utf-8", errors="replace")
             return StrategyOutcome(None, tuple(refusals(text, status)))
@@ -217,10 +220,10 @@ def launch_command(name: str, processes: int, recipe: Path, output: Path, overri
     sizes = sizes_called(name)
     given = sizes.named() if sizes else {}
     return [
-        *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
-        *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
+        *(sys.executable, "-P", "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / f"accelerate_configs/{'mesh' if sizes else name}.yaml")),
         *(f"--{setting(dimension)}={size}" for dimension, size in given.items()),
-        *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
+        *("--num_processes", str(processes), "--main_process_port", "0", SCRIPT),
         *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
     ]
 
@@ -231,19 +234,18 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
     port = str(get_free_port())
-    script = command.index("train.py")
+    script = command.index(SCRIPT)
     launched = []
     try:
         for rank in range(processes):
             machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
             address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
             # NCCL treats ranks with different host IDs as different machines.
-            environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             launched.append(
                 subprocess.Popen(
                     [*command[:script], *machine, *address, *command[script:]],
-                    cwd=ROOT,
-                    env=environment,
+                    env=os.environ | {"PYTHONPATH": python_path()} | environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

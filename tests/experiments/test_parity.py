@@ -239,7 +239,7 @@ time.sleep(600)
 
 
 def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_together(tmp_path):
-    command = [sys.executable, "-c", MACHINE, str(tmp_path), "--main_process_port", "0", "train.py", "recipe"]
+    command = [sys.executable, "-c", MACHINE, str(tmp_path), "--main_process_port", "0", parity.SCRIPT, "recipe"]
     with (tmp_path / "log").open("w") as log:
         assert parity.run_on_one_gpu(command, 2, log) == 5, (tmp_path / "log").read_text()
     assert (tmp_path / "1").read_text() not in ("", "0")
@@ -252,7 +252,9 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
 
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
     """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared a single
-    GPU."""
+    GPU. Relative paths in the recipe must refer to the current folder."""
+    recipe.write_text(recipe.read_text().replace(f"{tmp_path}/", ""))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parity.subprocess, "Popen", WarmPopen)
     gpus = iter([1])
     monkeypatch.setattr("torch.cuda.device_count", lambda: next(gpus, 0))
