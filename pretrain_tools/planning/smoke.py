@@ -36,7 +36,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
-    half = max(1, steps // 2)
+    half = (steps + 1) // 2  # rounded up, so that a checkpoint falls only there and at the end
     folder = config.output.with_name(f"{config.output.name}-smoke")
     if problem := strategy.ranks.gather(folder_problem(folder))[0]:
         raise InputError(problem)
@@ -98,6 +98,7 @@ def short_config(config: RunConfig, every: int) -> RunConfig:
     sections = {
         "checkpoint": {**intervals, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
         "validation": {**intervals, "sequences": min(config.validation.sequences, 64)},
+        "budget": {"minutes": None},
         "benchmarks": {"every_steps": None, "every_tokens": None},
         "logging": {"every_steps": 1},
         "hub": {"repository": None},
