@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pretrain.errors import EXIT_INTERRUPTED
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive, due_after
 from pretrain_tools.planning import smoke
@@ -73,6 +74,17 @@ def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed
     out = capsys.readouterr().out
     assert [line[6:].split(":")[0] for line in out.splitlines() if line.startswith("FAIL")] == failed
     assert out.count("\nok ") + out.startswith("ok ") == len(PARTS) - len(failed)
+
+
+def test_a_signal_during_the_check_of_the_model_ends_the_test(recipe):
+    strategy = SimpleNamespace(data_ranks=1, micro_batches_per_call=1, ranks=ONE_PROCESS)
+
+    def train(short, last_step):
+        short.output.mkdir()
+        append_events(short.output, [{"event": "train", "step": last_step}])  # but no export
+        return 0
+
+    assert smoke.smoke_test(read_run_config(recipe), strategy, train) == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize(("steps", "saved"), [(12, [6, 12]), (13, [7, 13]), (3, [2, 3]), (500, [50, 100])])
