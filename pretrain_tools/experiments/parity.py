@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -29,7 +30,7 @@ from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.launcher import python_path
 from pretrain.parallel.strategy import device_type
-from pretrain.processes import signal_tree
+from pretrain.processes import signal_tree, status_after
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
@@ -162,7 +163,8 @@ def compare_strategies(
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
-        outcomes[name] = train_under(name, count, short, output / name)
+        with ended_by_signals(f"interrupted; remove {output} before you run the command again"):
+            outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"training {recipe} failed; see {output / REFERENCE}.log"])
@@ -202,8 +204,7 @@ def train_under(
         if processes > 1 and torch.cuda.device_count() == 1:
             status = run_on_one_gpu(command, processes, file)
         else:
-            environment = os.environ | {"PYTHONPATH": python_path()}
-            status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+            status = run_together([(command, {})], file)
         if status:
             text = log.read_text(encoding="utf-8", errors="replace")
             return StrategyOutcome(None, tuple(refusals(text, status)))
@@ -235,17 +236,26 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
     """
     port = str(get_free_port())
     script = command.index(SCRIPT)
+    launches = []
+    for rank in range(processes):
+        machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
+        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        # NCCL treats ranks with different host IDs as different machines.
+        environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        launches.append(([*command[:script], *machine, *address, *command[script:]], environment))
+    return run_together(launches, log)
+
+
+def run_together(launches: Sequence[tuple[list[str], dict[str, str]]], log: TextIO) -> int:
+    """Runs commands, each with its variables. Returns the first nonzero exit status, or 0, and kills the others."""
+    environment = os.environ | {"PYTHONPATH": python_path()}
     launched = []
     try:
-        for rank in range(processes):
-            machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
-            # NCCL treats ranks with different host IDs as different machines.
-            environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        for command, variables in launches:
             launched.append(
                 subprocess.Popen(
-                    [*command[:script], *machine, *address, *command[script:]],
-                    env=os.environ | {"PYTHONPATH": python_path()} | environment,
+                    command,
+                    env=environment | variables,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -261,6 +271,22 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
             if process.poll() is None:
                 signal_tree(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@contextmanager
+def ended_by_signals(message: str) -> Iterator[None]:
+    """Prints a message and exits on Ctrl-C, SIGTERM and SIGHUP, so that `run_together` kills its processes."""
+
+    def end(number: int, _frame: object) -> None:
+        print(message, file=sys.stderr)
+        sys.exit(status_after(number))
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
