@@ -1,9 +1,6 @@
 """Commands installed by `pip install .`. Each runs the project's script of the same name with this interpreter.
 
-`groundwork-files` prints the folder with the scripts, recipes and accelerate configs:
-
-    files=$(groundwork-files)
-    accelerate launch --config_file $files/accelerate_configs/ddp.yaml $files/train.py --config mine.yaml
+`groundwork-files` prints the folder with the scripts, recipes and accelerate configs (see docs/pip.md).
 """
 
 import os

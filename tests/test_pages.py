@@ -204,6 +204,7 @@ def read_command(words: list[str]) -> None:
         own = launch_command_parser().parse_args(given)
         words = [own.training_script, *own.training_script_args]
         assert (ROOT / own.config_file).is_file()
+        assert own.num_processes or own.config_file.endswith("single.yaml"), "accelerate requires --num_processes"
     elif words[0] == "torchrun":
         own = get_args_parser().parse_args(words[1:])
         words = [own.training_script, *own.training_script_args]

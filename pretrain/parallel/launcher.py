@@ -8,11 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
-from pretrain.files import ROOT
+from pretrain.files import ROOT, or_shipped
 from pretrain.mesh_sizes import (
     DIMENSIONS,
     DROPPED,
@@ -91,7 +90,8 @@ def run_tool(module: str, *words: str, given: str = "", seconds: float = 300.0) 
 
     given: text for its standard input.
     """
-    command = [sys.executable, "-m", f"pretrain_tools.{module}", *words]
+    # Without -P, modules in the current folder would come first.
+    command = [sys.executable, "-P", "-m", f"pretrain_tools.{module}", *words]
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"input": given, "capture_output": True, "text": True, "errors": "replace"}
     try:
@@ -110,7 +110,7 @@ def deepspeed_file() -> dict:
     """
     if path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         try:
-            return json.loads(Path(path).read_text(encoding="utf-8"))
+            return json.loads(or_shipped(path).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")

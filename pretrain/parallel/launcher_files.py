@@ -11,6 +11,7 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
+from pretrain.files import or_shipped
 from pretrain.mesh_sizes import DIMENSIONS, launcher_config, read_launcher_file, setting
 
 FROM_RECIPE = {
@@ -119,7 +120,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
             ]
         return zero_problems("launcher", zero)
     try:
-        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+        settings = json.loads(or_shipped(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [
             f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the accelerate "

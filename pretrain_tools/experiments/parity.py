@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -27,8 +28,9 @@ from pretrain.files import ROOT, write_durably
 from pretrain.hardware import missing_bf16
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
 from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.parallel.launcher import python_path
 from pretrain.parallel.strategy import device_type
-from pretrain.processes import signal_tree
+from pretrain.processes import signal_tree, status_after
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
@@ -39,6 +41,7 @@ from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
 
 REFERENCE = "single"
+SCRIPT = str(ROOT / "train.py")
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """{precision: (absolute tolerance for the loss, relative tolerance for the gradient norm)}. Strategies round
 differently, so in half precision gradient norms can differ by a few percent even if the losses agree. fp8 has 3
@@ -160,7 +163,8 @@ def compare_strategies(
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
-        outcomes[name] = train_under(name, count, short, output / name)
+        with ended_by_signals(f"interrupted; remove {output} before you run the command again"):
+            outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"training {recipe} failed; see {output / REFERENCE}.log"])
@@ -200,7 +204,7 @@ def train_under(
         if processes > 1 and torch.cuda.device_count() == 1:
             status = run_on_one_gpu(command, processes, file)
         else:
-            status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+            status = run_together([(command, {})], file)
         if status:
             text = log.read_text(encoding="utf-8", errors="replace")
             return StrategyOutcome(None, tuple(refusals(text, status)))
@@ -217,10 +221,10 @@ def launch_command(name: str, processes: int, recipe: Path, output: Path, overri
     sizes = sizes_called(name)
     given = sizes.named() if sizes else {}
     return [
-        *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
-        *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
+        *(sys.executable, "-P", "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / f"accelerate_configs/{'mesh' if sizes else name}.yaml")),
         *(f"--{setting(dimension)}={size}" for dimension, size in given.items()),
-        *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
+        *("--num_processes", str(processes), "--main_process_port", "0", SCRIPT),
         *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
     ]
 
@@ -231,19 +235,27 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
     port = str(get_free_port())
-    script = command.index("train.py")
+    script = command.index(SCRIPT)
+    launches = []
+    for rank in range(processes):
+        machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
+        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        # NCCL treats ranks with different host IDs as different machines.
+        environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        launches.append(([*command[:script], *machine, *address, *command[script:]], environment))
+    return run_together(launches, log)
+
+
+def run_together(launches: Sequence[tuple[list[str], dict[str, str]]], log: TextIO) -> int:
+    """Runs commands, each with its variables. Returns the first nonzero exit status, or 0, and kills the others."""
+    environment = os.environ | {"PYTHONPATH": python_path()}
     launched = []
     try:
-        for rank in range(processes):
-            machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
-            # NCCL treats ranks with different host IDs as different machines.
-            environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        for command, variables in launches:
             launched.append(
                 subprocess.Popen(
-                    [*command[:script], *machine, *address, *command[script:]],
-                    cwd=ROOT,
-                    env=environment,
+                    command,
+                    env=environment | variables,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -259,6 +271,22 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
             if process.poll() is None:
                 signal_tree(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@contextmanager
+def ended_by_signals(message: str) -> Iterator[None]:
+    """Prints a message and exits on Ctrl-C, SIGTERM and SIGHUP, so that `run_together` kills its processes."""
+
+    def end(number: int, _frame: object) -> None:
+        print(message, file=sys.stderr)
+        sys.exit(status_after(number))
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:

@@ -295,6 +295,11 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
             f"the runs train on different numbers of tokens ({count_text(tokens[0])} to {count_text(tokens[-1])}), "
             "which also affects the losses; set --budget.tokens to train all runs on the same number"
         )
+    if not sized and any(point.runs[0].config.budget.minutes for point in points):
+        said.append(
+            "budget.minutes may end the runs after different numbers of tokens, which also affects the losses; set "
+            "--budget.minutes null to train all runs on the same number"
+        )
     validated = {json.dumps(point.validation, sort_keys=True): point.validation for point in points}
     if len(validated) > 1:
         named = "; ".join(shortened(", ".join(sources)) for sources in validated.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
+from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_damage, checkpoint_folders, checkpoint_name
@@ -36,7 +36,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
-    half = max(1, steps // 2)
+    half = (steps + 1) // 2  # rounded up, so that a checkpoint falls only there and at the end
     folder = config.output.with_name(f"{config.output.name}-smoke")
     if problem := strategy.ranks.gather(folder_problem(folder))[0]:
         raise InputError(problem)
@@ -48,6 +48,9 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
         return code
     # The second run appends to the same log.
     first = read_metrics(folder)
+    exports = [event for event in first if event["event"] == "export"]
+    if not strategy.ranks.gather(exports)[0]:  # a signal interrupted the check of final/
+        return EXIT_INTERRUPTED
     if strategy.ranks.is_main:
         # Remove the last checkpoint and final/, so that the run resumes from the middle.
         (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
@@ -59,7 +62,6 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     if strategy.ranks.is_main:
         again = read_metrics(folder)[len(first) :]
         trained = [event for event in first if event["event"] == "train"]
-        exports = [event for event in first if event["event"] == "export"]
         verdicts = {
             "the loss falls": loss_verdict(trained, FALLS if config.init == "scratch" else STAYS),
             "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
@@ -98,6 +100,7 @@ def short_config(config: RunConfig, every: int) -> RunConfig:
     sections = {
         "checkpoint": {**intervals, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
         "validation": {**intervals, "sequences": min(config.validation.sequences, 64)},
+        "budget": {"minutes": None},
         "benchmarks": {"every_steps": None, "every_tokens": None},
         "logging": {"every_steps": 1},
         "hub": {"repository": None},

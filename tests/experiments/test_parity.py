@@ -6,14 +6,13 @@ import os
 import re
 import sys
 import time
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
 
 from pretrain.config import Optim, RunConfig
-from pretrain.errors import InputError
+from pretrain.errors import EXIT_PREEMPTED, InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
@@ -238,21 +237,45 @@ time.sleep(600)
 """
 
 
-def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_together(tmp_path):
-    command = [sys.executable, "-c", MACHINE, str(tmp_path), "--main_process_port", "0", "train.py", "recipe"]
-    with (tmp_path / "log").open("w") as log:
-        assert parity.run_on_one_gpu(command, 2, log) == 5, (tmp_path / "log").read_text()
-    assert (tmp_path / "1").read_text() not in ("", "0")
-    child = int((tmp_path / "child").read_text())
+def wait_until_dead(rank: int) -> None:
     end = time.monotonic() + 60
-    while is_alive(child):
+    while is_alive(rank):
         assert time.monotonic() < end, "the rank must be killed"
         time.sleep(0.02)
 
 
+def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_together(tmp_path):
+    command = [sys.executable, "-c", MACHINE, str(tmp_path), "--main_process_port", "0", parity.SCRIPT, "recipe"]
+    with (tmp_path / "log").open("w") as log:
+        assert parity.run_on_one_gpu(command, 2, log) == 5, (tmp_path / "log").read_text()
+    assert (tmp_path / "1").read_text() not in ("", "0")
+    wait_until_dead(int((tmp_path / "child").read_text()))
+
+
+INTERRUPTED = """\
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(600)
+"""
+
+
+def test_a_signal_ends_the_training_processes(recipe, tmp_path, monkeypatch, capsys):
+    child = tmp_path / "child"
+    monkeypatch.setattr(parity, "launch_command", lambda *_: [sys.executable, "-c", INTERRUPTED, str(child)])
+    options = {"steps": 2, "strategies": "ddp", "processes": 2, "precision": "fp32"}
+    with pytest.raises(SystemExit) as end:
+        parity.compare_strategies(recipe, tmp_path / "out", **options)
+    assert end.value.code == EXIT_PREEMPTED and f"interrupted; remove {tmp_path / 'out'}" in capsys.readouterr().err
+    wait_until_dead(int(child.read_text()))
+
+
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
     """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared a single
-    GPU."""
+    GPU. Relative paths in the recipe must refer to the current folder."""
+    recipe.write_text(recipe.read_text().replace(f"{tmp_path}/", ""))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parity.subprocess, "Popen", WarmPopen)
     gpus = iter([1])
     monkeypatch.setattr("torch.cuda.device_count", lambda: next(gpus, 0))
@@ -325,7 +348,7 @@ def test_a_run_under_the_wrong_strategy_fails(strategy, ranks, tmp_path, monkeyp
     run = tmp_path / "fsdp2"
     run.mkdir()
     (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))
-    monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(parity, "run_together", lambda *_: 0)
     assert parity.train_under("fsdp2", 2, tmp_path / "recipe.yaml", run, []) == StrategyOutcome(None)
     said = f"{run}: trained with {strategy} on {ranks} processes instead of fsdp2 on 2\n"
     assert capsys.readouterr().err == (tmp_path / "fsdp2.log").read_text() == said

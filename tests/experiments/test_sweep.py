@@ -100,6 +100,16 @@ def test_different_validation_data_gives_a_warning(recipe, shards, tmp_path):
     assert not cautions_of_sweep(asked, check_points(asked, asked.grid))
 
 
+@pytest.mark.parametrize(
+    ("varied", "minutes", "warns"),
+    [("seed=1,2", "5", True), ("seed=1,2", "null", False), ("model.num_hidden_layers=1,2", "5", False)],
+)
+def test_a_time_limit_gives_a_warning_unless_model_sizes_are_compared(recipe, tmp_path, varied, minutes, warns):
+    asked = request(varied, recipe=recipe, output=tmp_path / "sweep", changes=(("budget.minutes", minutes),))
+    said = cautions_of_sweep(asked, check_points(asked, asked.grid))
+    assert ["set --budget.minutes null" in text for text in said] == [True] * warns
+
+
 def test_equal_values_in_different_words_are_refused(recipe, tmp_path):
     vary = ["optim.learning_rate=5e-3,0.005,1e-2", "data.document_mask=true,True"]
     said = refusal(request(*vary, recipe=recipe, output=tmp_path / "sweep")).splitlines()

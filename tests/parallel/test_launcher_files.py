@@ -386,6 +386,19 @@ def test_slurm_scripts_pass_on_their_arguments(name, tmp_path):
         assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 20007)
 
 
+def test_the_shipped_deepspeed_files_are_found_from_any_folder(config, environment, tmp_path, monkeypatch):
+    environment(ROOT / "accelerate_configs/zero3.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert launched_strategy() == "zero3" and launcher_problems(config, "fp32", "zero3") == []
+
+
+def test_a_tool_ignores_modules_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "pretrain_tools.py").write_text("raise SystemExit('not the tools')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ToolError, match=r"No module named pretrain_tools\.unknown"):
+        run_tool("unknown")
+
+
 def test_a_tool_may_print_invalid_text(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf 'one \\377 byte\\n' >&2; exit 1\n")

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pretrain.errors import EXIT_INTERRUPTED
 from pretrain.recipe import read_run_config
-from pretrain.training.run_plan import derive
+from pretrain.training.run_plan import derive, due_after
 from pretrain_tools.planning import smoke
 from pretrain_tools.planning.smoke import memory_problem, short_config
 from pretrain_tools.runs.history import append_events
@@ -75,10 +76,36 @@ def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed
     assert out.count("\nok ") + out.startswith("ok ") == len(PARTS) - len(failed)
 
 
+def test_a_signal_during_the_check_of_the_model_ends_the_test(recipe):
+    strategy = SimpleNamespace(data_ranks=1, micro_batches_per_call=1, ranks=ONE_PROCESS)
+
+    def train(short, last_step):
+        short.output.mkdir()
+        append_events(short.output, [{"event": "train", "step": last_step}])  # but no export
+        return 0
+
+    assert smoke.smoke_test(read_run_config(recipe), strategy, train) == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(12, [6, 12]), (13, [7, 13]), (3, [2, 3]), (500, [50, 100])])
+def test_the_middle_is_the_only_checkpoint_before_the_end(recipe, steps, saved):
+    """Otherwise, the run wouldn't resume from the middle."""
+    strategy = SimpleNamespace(data_ranks=1, micro_batches_per_call=1, ranks=ONE_PROCESS)
+
+    def train(short, last_step):
+        plan = derive(short, 1)
+        assert [step for step in range(1, last_step + 1) if due_after(step, short, plan).saves] == saved
+        return 9
+
+    config = read_run_config(recipe, [("budget.steps", str(steps))])
+    assert smoke.smoke_test(config, strategy, train) == 9
+
+
 def test_nothing_is_uploaded_and_nothing_ends_the_run_early(recipe):
     changes = [("hub.repository", "me/tiny"), ("checkpoint.mirror", "s3://x/y"), ("checkpoint.stop_at_step", "6")]
-    changes += [("branch_from", "runs/x@1000")]
+    changes += [("branch_from", "runs/x@1000"), ("budget.minutes", "1")]
     config = short_config(read_run_config(recipe, changes), 6)
+    assert config.budget.minutes is None
     assert (config.hub.repository, config.checkpoint.mirror) == (None, None)
     assert (config.branch_from, config.checkpoint.stop_at_step) == (None, None)
 

@@ -160,7 +160,7 @@ def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
     """Returns True for a script under this interpreter, unless variables that imports read have changed."""
     if len(command) < 2 or command[0] != sys.executable or os.path.exists("/dev/nvidiactl"):
         return False  # CUDA doesn't survive a fork
-    arguments = command[2:] if command[1] == "-u" else command[1:]
+    arguments = command[2:] if command[1] in ("-u", "-P") else command[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return False
     server()
@@ -390,13 +390,16 @@ def become(request: dict) -> list[str]:
 def run(asked: list[str]) -> None:
     """Runs a command line as the interpreter would."""
     sys.path[0:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    is_safe = asked[0] == "-P"
+    asked = asked[is_safe:]
     if asked[0] == "-c":
         sys.argv[:] = ["-c", *asked[2:]]
         sys.path.insert(0, "")
         exec(compile(asked[1], "<string>", "exec"), {"__name__": "__main__"})
     elif asked[0] == "-m":
         sys.argv[:] = asked[1:]
-        sys.path.insert(0, os.getcwd())
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())
         sys.modules.pop(asked[1], None)  # else runpy warns
         runpy.run_module(asked[1], run_name="__main__", alter_sys=True)
     else:
