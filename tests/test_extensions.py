@@ -241,6 +241,16 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
             "make must return a torch.optim.Optimizer, got NoneType",
         ),
         ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
+        (
+            "return torch.optim.SGD(",
+            "torch.optim.SGD.eval = print; return torch.optim.SGD(",
+            "my_sgd: SGD has eval(), but optimizers with separate weights for evaluation are not supported",
+        ),
+        (
+            "return torch.optim.SGD(",
+            "torch.optim.SGD.step = lambda self: self.param_groups[1].update(age=1); return torch.optim.SGD(",
+            "my_sgd: a step changes age in the parameter groups, which checkpoints don't contain",
+        ),
         ("by_token = True\n", "module = lambda self: None\n", "some_tokens: module must return a torch.nn.Module"),
         (
             "return 0.5**step\n",
