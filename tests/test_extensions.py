@@ -285,13 +285,33 @@ def test_an_error_of_the_script_next_to_an_extension_is_not_the_users(monkeypatc
             exec(compile("{}['x']", tmp_path / name, "exec"))
 
 
-def test_a_document_format_without_suffixes_is_refused(shards, tmp_path):
-    lines = ["from pretrain.registry import FORMATS", '@FORMATS.register("stars")', "def read(stream, reading): ..."]
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        ("def read(stream, reading): ...", "line 3: TypeError: read is a document format and must have @file_format("),
+        (
+            '@file_format(".stars", place="record")\ndef read(stream, reading): yield stream.nothing',
+            "mine.py, line 5: AttributeError: 'ByteStream' object has no attribute 'nothing', in: def read(",
+        ),
+        (
+            '@file_format(".stars", place="record")\ndef read(stream, reading): yield "text"',
+            "format stars: must yield Records, got str",
+        ),
+    ],
+)
+def test_a_mistake_in_a_document_format_is_named(shards, tmp_path, reader, said):
+    lines = [
+        "from pretrain.registry import FORMATS",
+        "from pretrain_tools.preparation.documents.formats import file_format",
+        '@FORMATS.register("stars")',
+        reader,
+    ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    words = ("--input", tmp_path / "mine.py", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
-    refused = run_script("prepare_data.py", *words, "--extensions", tmp_path / "mine.py", check=False)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "mine.py, line 2: TypeError: read is a document format and must have @file_format(...)" in refused.stderr
+    (tmp_path / "a.stars").write_text("a*b")
+    words = ("--input", tmp_path / "a.stars", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
+    given = ("--workers", "2", "--extensions", tmp_path / "mine.py")
+    refused = run_script("prepare_data.py", *words, *given, check=False)
+    assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
 
 
 class Plain(loss_terms.LossTerm):
