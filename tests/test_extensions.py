@@ -218,9 +218,17 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         (
             "class Options(TermOptions)",
             "class Options(Section)",
-            "line 30: TypeError: SomeTokens.Options must be a sub",
+            "line 29: TypeError: SomeTokens.Options must be a subclass of TermOptions",
         ),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
+        ("class Options(Section)", "class Options", "line 9: TypeError: MySGD.Options must be a subclass of Section"),
+        ("(schedule, step)", "(step)", "line 24: TypeError: stairs must accept 2 arguments (too many positional"),
+        ("(self, seen)", "(self)", "line 29: TypeError: SomeTokens.__call__ must accept 2 arguments (too many"),
+        (
+            "(self, parameters, settings, learning_rate, seed, device_type)",
+            "(self, parameters, settings)",
+            "line 9: TypeError: MySGD.make must accept 6 arguments (too many positional arguments)",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):

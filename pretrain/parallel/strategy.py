@@ -444,11 +444,9 @@ class Strategy:
 
     def state_problem(self) -> str:
         """Returns an error if a checkpoint wouldn't contain this rank's whole optimizer state, otherwise ""."""
-        if changed := [
-            key for key, value in group_options(self.inner_optimizer) if (key, value) not in self.first_options
-        ]:
+        if changed := group_options(self.inner_optimizer) - self.first_options:
             return (
-                f"optim.name: {self.config.optim.name}: a step changes {', '.join(sorted(set(changed)))} in the "
+                f"optim.name: {self.config.optim.name}: a step changes {', '.join(sorted(dict(changed)))} in the "
                 "parameter groups, which checkpoints don't contain; keep it in the state of each parameter instead"
             )
         found = self.actual_state_shapes().items()
@@ -488,9 +486,9 @@ class Strategy:
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
 
 
-def group_options(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+def group_options(optimizer: torch.optim.Optimizer) -> set[tuple[str, str]]:
     """Returns the name and value of everything in an optimizer's parameter groups except the parameters."""
-    return [(key, str(value)) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return {(key, str(value)) for group in optimizer.param_groups for key, value in group.items() if key != "params"}
 
 
 def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
