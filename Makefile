@@ -101,7 +101,8 @@ RECIPE ?= recipes/moe_5m.yaml
 parity: .venv/requirements
 	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10
 ifeq ($(RECIPE),recipes/moe_5m.yaml)
-	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 --model.config model_configs/llama_demo.json --output runs/parity_dense
+	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 --model.config model_configs/llama_demo.json \
+		--loss.router_balance 0 --loss.router_z_loss 0 --output runs/parity_dense
 endif
 
 # Builds the documentation in site/: the pages, their figures, and the reference generated from the code.

@@ -43,17 +43,13 @@ class Table(UserDict[str, Any]):
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
         """Returns a decorator that registers a class or function as `name`.
 
-        Raises InputError if the name is taken, and TypeError if a class has the wrong base or lacks a required method.
+        Raises InputError if the name is taken, and TypeError like `entries.check_entry`.
         """
 
         def add(entry: _Entry) -> _Entry:
-            base = self._base and resolve_name(self._base)
-            if base and not (isinstance(entry, type) and issubclass(entry, base)):
-                raise TypeError(f"{entry.__name__} is {self.kind} and must be a subclass of {base.__name__}")
-            if self._needs and not hasattr(entry, self._needs[0]):
-                raise TypeError(f"{entry.__name__} is {self.kind} and must have {self._needs[1]}")
-            if missing := getattr(entry, "__abstractmethods__", None):
-                raise TypeError(f"{entry.__name__} is {self.kind} and must define {' and '.join(sorted(missing))}")
+            from pretrain.entries import check_entry
+
+            check_entry(entry, self.kind, self._base and resolve_name(self._base), self._needs)
             file = sys.modules[entry.__module__].__file__ or entry.__module__
             if name in self.data and self._files.get(name) != file:
                 raise InputError(f"{file}: {self.kind} {name} already exists; use another name")

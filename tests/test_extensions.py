@@ -218,9 +218,17 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         (
             "class Options(TermOptions)",
             "class Options(Section)",
-            "line 30: TypeError: SomeTokens.Options must be a sub",
+            "line 29: TypeError: SomeTokens.Options must be a subclass of TermOptions",
         ),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
+        ("class Options(Section)", "class Options", "line 9: TypeError: MySGD.Options must be a subclass of Section"),
+        ("(schedule, step)", "(step)", "line 24: TypeError: stairs must accept 2 arguments (too many positional"),
+        ("(self, seen)", "(self)", "line 29: TypeError: SomeTokens.__call__ must accept 2 arguments (too many"),
+        (
+            "(self, parameters, settings, learning_rate, seed, device_type)",
+            "(self, parameters, settings)",
+            "line 9: TypeError: MySGD.make must accept 6 arguments (too many positional arguments)",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):
@@ -241,6 +249,16 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
             "make must return a torch.optim.Optimizer, got NoneType",
         ),
         ("settings.weight_decay), lr", "1.0)[:1], lr", "my_sgd: make left out 6 of 20 parameters"),
+        (
+            "return torch.optim.SGD(",
+            "torch.optim.SGD.eval = print; return torch.optim.SGD(",
+            "my_sgd: SGD has eval(), but optimizers with separate weights for evaluation are not supported",
+        ),
+        (
+            "return torch.optim.SGD(",
+            "torch.optim.SGD.step = lambda self: self.param_groups[1].update(age=1); return torch.optim.SGD(",
+            "my_sgd: a step changes age in the parameter groups, which checkpoints don't contain",
+        ),
         ("by_token = True\n", "module = lambda self: None\n", "some_tokens: module must return a torch.nn.Module"),
         (
             "return 0.5**step\n",
@@ -275,13 +293,33 @@ def test_an_error_of_the_script_next_to_an_extension_is_not_the_users(monkeypatc
             exec(compile("{}['x']", tmp_path / name, "exec"))
 
 
-def test_a_document_format_without_suffixes_is_refused(shards, tmp_path):
-    lines = ["from pretrain.registry import FORMATS", '@FORMATS.register("stars")', "def read(stream, reading): ..."]
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        ("def read(stream, reading): ...", "line 3: TypeError: read is a document format and must have @file_format("),
+        (
+            '@file_format(".stars", place="record")\ndef read(stream, reading): yield stream.nothing',
+            "mine.py, line 5: AttributeError: 'ByteStream' object has no attribute 'nothing', in: def read(",
+        ),
+        (
+            '@file_format(".stars", place="record")\ndef read(stream, reading): yield "text"',
+            "format stars: must yield Records, got str",
+        ),
+    ],
+)
+def test_a_mistake_in_a_document_format_is_named(shards, tmp_path, reader, said):
+    lines = [
+        "from pretrain.registry import FORMATS",
+        "from pretrain_tools.preparation.documents.formats import file_format",
+        '@FORMATS.register("stars")',
+        reader,
+    ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    words = ("--input", tmp_path / "mine.py", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
-    refused = run_script("prepare_data.py", *words, "--extensions", tmp_path / "mine.py", check=False)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "mine.py, line 2: TypeError: read is a document format and must have @file_format(...)" in refused.stderr
+    (tmp_path / "a.stars").write_text("a*b")
+    words = ("--input", tmp_path / "a.stars", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
+    given = ("--workers", "2", "--extensions", tmp_path / "mine.py")
+    refused = run_script("prepare_data.py", *words, *given, check=False)
+    assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
 
 
 class Plain(loss_terms.LossTerm):

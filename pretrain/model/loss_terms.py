@@ -139,11 +139,6 @@ class LossTerm(ABC):
         """
         return None
 
-    def __init_subclass__(cls, **settings: Any):
-        super().__init_subclass__(**settings)
-        if not (isinstance(cls.Options, type) and issubclass(cls.Options, TermOptions)):
-            raise TypeError(f"{cls.__name__}.Options must be a subclass of TermOptions, which has the coefficient")
-
     @classmethod
     def has_parameters(cls) -> bool:
         """Returns True if this class has trainable parameters."""

@@ -207,13 +207,18 @@ class RouterLosses:
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     """Returns a run's coefficients from the recipe, or from the model if the recipe doesn't set them.
 
-    Raises InputError if neither contains a balancing coefficient, or if there is no bias to update.
+    Raises InputError if neither contains a balancing coefficient, or if there is no router or bias for the recipe's.
     """
     routers = routers_of(model)
     config = model.config
     if loss.router_bias_rate and (problem := bias_problem(config, routers)):
         raise InputError(problem)
     if not routers:
+        if loss.router_balance or loss.router_z_loss:
+            raise InputError(
+                f"loss.router_balance, loss.router_z_loss: {config.model_type} has no routers; omit both, or declare "
+                "the routers of your own MoE model with _can_record_outputs (see docs/own_code.md)"
+            )
         return RouterLosses()
     problems = Problems()
     balance = problems.attempt(balance_coefficient, loss, config)

@@ -242,6 +242,11 @@ class OptimizerBuilder:
         made = self.spec.make(parameters, self.settings, self.learning_rate, self.seed, self.device_type)
         if not isinstance(made, torch.optim.Optimizer):
             raise InputError(f"{name}: make must return a torch.optim.Optimizer, got {type(made).__name__}")
+        if hasattr(made, "eval"):
+            raise InputError(
+                f"{name}: {type(made).__name__} has eval(), but optimizers with separate weights for evaluation are "
+                "not supported; use averaging"
+            )
         held = {parameter for group in made.param_groups for parameter in group["params"]}
         if left := [own for own, parameter in parameters if parameter.requires_grad and parameter not in held]:
             raise InputError(

@@ -291,6 +291,7 @@ class Strategy:
         """
         if self.untrained is None:
             self.untrained = self.without_gradient()
+            self.first_options = group_options(self.inner_optimizer)
         grad_norm, skipped = self.clip_and_step(max_grad_norm)
         for call in self.after_update:
             call(skipped)
@@ -442,7 +443,12 @@ class Strategy:
         return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def state_problem(self) -> str:
-        """Returns an error if this rank's optimizer state doesn't match `OptimizerSpec.state_shapes`, otherwise ""."""
+        """Returns an error if a checkpoint wouldn't contain this rank's whole optimizer state, otherwise ""."""
+        if changed := group_options(self.inner_optimizer) - self.first_options:
+            return (
+                f"optim.name: {self.config.optim.name}: a step changes {', '.join(sorted(dict(changed)))} in the "
+                "parameter groups, which checkpoints don't contain; keep it in the state of each parameter instead"
+            )
         found = self.actual_state_shapes().items()
         return next(filter(None, (state_problem(self.config.optim.name, self.spec, *of_one) for of_one in found)), "")
 
@@ -478,6 +484,11 @@ class Strategy:
         if self.ranks.count == 1:
             return []
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> set[tuple[str, str]]:
+    """Returns the name and value of everything in an optimizer's parameter groups except the parameters."""
+    return {(key, str(value)) for group in optimizer.param_groups for key, value in group.items() if key != "params"}
 
 
 def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:

@@ -144,7 +144,7 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
             else "has no tensor-parallel plan"
         )
         return (
-            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan only "
+            f"model: {model_config.model_type} {reason}; use fsdp2, or an architecture whose plan only "
             "contains colwise and rowwise matrices, such as llama, qwen3, mistral or deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
@@ -161,7 +161,7 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
             f"model: {model_config.model_type} does not support tp: its layers differ in "
-            f"{' and '.join(unfit)}; use pp or fsdp2"
+            f"{' and '.join(unfit)}; use fsdp2"
         )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]

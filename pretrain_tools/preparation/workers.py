@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pretrain.errors import InputError, one_line
+from pretrain.errors import InputError, errors_in_own_code, one_line
 
 JOBS_AHEAD_PER_WORKER = 2
 # Forking starts workers in milliseconds, but is only safe on Linux.
@@ -77,6 +77,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+@errors_in_own_code()  # the frames of the error don't reach the parent
 def _perform_here(job: Any) -> Any:
     return _perform(job)
 
@@ -113,6 +114,7 @@ class _Actor:
     def __init__(self, perform: Perform):
         self._perform = perform
 
+    @errors_in_own_code()
     def perform(self, job: Any) -> Any:
         return self._perform(job)
 

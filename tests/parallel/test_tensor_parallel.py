@@ -74,7 +74,7 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
         ("llama", 2, None),
         ("qwen3", 4, None),
         ("deepone", 2, None),
-        ("gpt2", 2, "model: gpt2 has no tensor-parallel plan; use pp or fsdp2, or an architecture"),
+        ("gpt2", 2, "model: gpt2 has no tensor-parallel plan; use fsdp2, or an architecture"),
         ("phi3", 2, "model: phi3 has unsupported styles in its tensor-parallel plan (colwise_gather"),
         (
             "llama",

@@ -383,6 +383,13 @@ def test_a_bias_rate_is_rejected_for_a_model_without_a_bias(name):
         losses_of(Loss(router_bias_rate=0.001), config)
 
 
+@pytest.mark.parametrize("setting", ["router_balance", "router_z_loss"])
+def test_a_coefficient_is_rejected_for_a_model_without_routers(setting):
+    with pytest.raises(InputError, match=r"router_z_loss: llama has no routers; omit both, or declare"):
+        losses_of(Loss(**{setting: 0.01}), AutoConfig.for_model("llama", **COMMON))
+    assert losses_of(Loss(**{setting: 0}), AutoConfig.for_model("llama", **COMMON)) == RouterLosses()
+
+
 def test_a_model_without_a_coefficient_needs_one_in_the_recipe(recipe, tmp_path):
     keys = {key: value for key, value in {**COMMON, **MODELS["deepseek_v3"]}.items() if key != "pad_token_id"}
     (tmp_path / "moe.json").write_text(json.dumps({**keys, "model_type": "deepseek_v3", "vocab_size": 512}))

@@ -166,7 +166,7 @@ class UserFunction(CleaningStage):
             answer = keep(text, **more)
         except Exception as error:  # user code may raise anything
             raise InputError(
-                f"--filter {self.path}:{self.function}: failed with {type(error).__name__}: {one_line(error)} for the "
+                f"--filter {self.path}:{self.function}: failed with {one_line(error)} for the "
                 f"text {text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
         if not isinstance(answer, bool | np.bool | str):

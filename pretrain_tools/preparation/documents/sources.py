@@ -227,6 +227,8 @@ def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = 
     with stream or source.open() as stream:
         try:
             for record in FORMATS[source.format](stream, reading, **some):
+                if not isinstance(record, Record):
+                    raise InputError(f"format {source.format}: must yield Records, got {type(record).__name__}")
                 place = record.place
                 yield record
         except DamagedFileError as error:
