@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
+from pretrain.checkpoint.run_state import recorded_rollbacks
 from pretrain.config import Data
 from pretrain.data.batches import Batches, DataPosition
 from pretrain.data.manifest import Manifest, Shard
@@ -102,7 +103,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         raise InputError(
             f"{run}: config.yaml or the start event has missing or invalid data settings ({problem}); restore it"
         ) from None
-    left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
+    # A checkpoint from before a rollback doesn't contain it.
+    rollbacks = max(state.get("rollbacks") or [], recorded_rollbacks(run), key=len)
+    left_out = [tuple(entry["samples"]) for entry in rollbacks if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
     # Samples skipped by a rollback shift all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, skipped=left_out, passed=passed, origin=origin)

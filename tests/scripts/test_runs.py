@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import runs
+from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
@@ -301,12 +302,16 @@ def test_shards_from_earlier_versions_have_no_origins(tmp_path, shards):
     assert "  document of " in text and "    from " not in text
 
 
-def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards):
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards, is_saved):
     run = trained(tmp_path, shards)
     plain = [read_sequences(open_step(run, 5)[0], 16 + n)[0].offset for n in range(4)]
+    rollbacks = [{"samples": [8, 4]}, {"samples": None}]
+    if not is_saved:  # there has been no checkpoint since the rollback
+        record_rollbacks(run, [{**entry, "learning_rate_factor": 1.0} for entry in rollbacks])
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
-    saved.write_text(json.dumps({"state": {"rollbacks": [{"samples": [8, 4]}, {"samples": None}]}}))
+    saved.write_text(json.dumps({"state": {"rollbacks": rollbacks if is_saved else []}}))
     assert [read_sequences(open_step(run, 4)[0], 12 + n)[0].offset for n in range(4)] == plain
 
 
