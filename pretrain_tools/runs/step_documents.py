@@ -85,14 +85,21 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         )
     if step > last:
         raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use a step from 1 to {last:,}")
+    branch = history.last("branch")
+    if branch and step <= branch["step"]:
+        raise InputError(
+            f"--step {step:,}: {run} is a branch of {branch['run']}, which trained until step {branch['step']:,}; use "
+            f"{branch['run']}, or a step from {branch['step'] + 1:,} to {last:,}"
+        )
     settings = read_config(run)
     # Use the newest checkpoint with a readable state.
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     state = newest.get("state", {})
     # Increasing the budget moves later curriculum stages, so use the start that was in effect at this step.
-    # `runs.py anneal` shortens the run without moving stages, so ignore starts after it.
+    # `runs.py anneal` shortens the run without moving stages, so ignore starts after it. A branch may begin with it.
     before = min(step, state.get("anneal_from") or step)
-    start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
+    starts = history.of("start")
+    start = next((start for start in reversed(starts) if start["step"] < before), starts[0] if starts else {})
     try:
         data = Data.model_validate(start.get("data") or settings["data"])
         seed = int(settings["seed"])

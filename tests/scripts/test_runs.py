@@ -328,6 +328,21 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
     assert [s.first_sample for s in open_step(run, 21)[0].segments] == [0, 80]
 
 
+def test_a_branch_that_only_decays_has_documents(tmp_path, shards):
+    run = trained(tmp_path, shards)
+    first_sample, count = open_step(run, 17)[1:]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    branch = {"event": "branch", "step": 16, "run": "runs/trunk"}
+    write_run(tmp_path / "branch", [{**lines[0], "step": 16, "total_steps": 19}, branch, *map(train_line, (17, 18))])
+    shutil.copyfile(run / "config.yaml", tmp_path / "branch/config.yaml")
+    saved = tmp_path / "branch/checkpoints/step-00000018/trainer_state.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text(json.dumps({"state": {"anneal_from": 16}}))
+    assert open_step(tmp_path / "branch", 17)[1:] == (first_sample, count) == (64, 4)
+    with pytest.raises(InputError, match=r"is a branch of runs/trunk, .*; use runs/trunk, or a step from 17 to 18"):
+        open_step(tmp_path / "branch", 16)
+
+
 def test_changed_or_missing_shards_and_steps_outside_the_run_are_rejected(tmp_path, shards):
     run = trained(tmp_path, shards)
     with pytest.raises(InputError, match=r"--step 21: .* has only reached step 20; use a step from 1 to 20"):
