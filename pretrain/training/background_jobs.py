@@ -127,12 +127,14 @@ class Evaluations:
                 self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the evaluation in `folder`, or all evaluations."""
+        """Stops the evaluation in `folder`, or all evaluations, and logs which ones had no results yet."""
+        self.fetch()
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
             os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
             process.wait()
             shutil.rmtree(running, ignore_errors=True)
+            self.metrics.warn(f"the evaluation of {running.name} was stopped before it had results")
 
     @property
     def names(self) -> list[str]:

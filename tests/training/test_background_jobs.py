@@ -1,6 +1,7 @@
 """Tests for evaluations in separate processes, text samples with sharded models, and mirror copies during training."""
 
 import json
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -64,6 +65,19 @@ def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations.fetch()
     evaluations.fetch()
     assert capsys.readouterr().out == "step 6 · one · acc 0.5000\nstep 6 · two · bits_per_byte 1.2500\n"
+
+
+def test_stopped_evaluations_are_named(tmp_path, capsys):
+    evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
+    done = tmp_path / "step-00000006"
+    model = {"step": 6, "sources": {}, "tasks": {"one": {"acc": 0.5}}}
+    done.with_suffix(".json").write_text(json.dumps({"models": [model]}))
+    evaluations._running[done] = SimpleNamespace(poll=lambda: 0, returncode=0)
+    evaluations._running[tmp_path / "step-00000008"] = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    evaluations.stop()
+    assert evaluations.names == [] and "step 6 · one · acc 0.5000\n" in capsys.readouterr().out
+    (warning,) = events(tmp_path, "warning")
+    assert warning["message"] == "the evaluation of step-00000008 was stopped before it had results"
 
 
 def test_a_failing_evaluation_does_not_affect_the_run(recipe, task, tmp_path):
