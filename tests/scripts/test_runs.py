@@ -398,11 +398,14 @@ def test_a_loss_that_is_not_finite_is_not_hidden_by_older_ones(tmp_path):
     for name, value in (("null", None), ("nan", float("nan"))):
         lines = [train_line(step, loss=4.0) for step in range(1, 6)]
         lines += [{**train_line(step), "loss": value} for step in range(6, 9)]
+        lines += [validation_line(5, 4.0), {**validation_line(8, 4.0), "loss": value, "bits_per_byte": value}]
         run = write_run(tmp_path / name, [start_line(), *lines])
         assert re.search(r"loss +-  ▁{5}  last 5 lines", status_text(run))
-        assert (
-            results_of(read_history(run), read_status(run))["training loss, last 10 lines"] == "4.0000 (3 not finite)"
-        )
+        assert re.search(r"validation demo +loss - at step 8", status_text(run))
+        assert "4.0000" not in list_text(run)
+        results = results_of(read_history(run), read_status(run))
+        assert results["training loss, last 10 lines"] == "4.0000 (3 not finite)"
+        assert results["validation demo"] == "not finite" and results["best validation demo"] == "4.0000 at step 5"
 
 
 def test_a_damaged_recipe_and_a_folder_named_as_a_log_are_no_obstacles(tmp_path, capsys):
