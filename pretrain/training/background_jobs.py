@@ -92,8 +92,9 @@ class Evaluations:
         """Starts evaluating a checkpoint, or logs a warning if the process can't be started."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # from before a rollback
-        if is_held(log):
+        if folder in self._running:
+            self.stop(folder)  # from before a rollback; may hold the log for a moment
+        elif is_held(log):
             return None  # still running from before a crash
         command = ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)]
         gpu = settings.device.removeprefix("cuda:").removeprefix("cpu")  # empty for the CPU, which hides all GPUs
