@@ -136,6 +136,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             decay(run)  # before the save, which records it
         if due.saves or run.wants_save:  # waits if an evaluation or a user needs the checkpoint
             save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
+        if not run.ends:
+            answer(run)  # requests during the work below wait for the next step
         if due.evaluates:
             evaluate(run)
         if due.samples:
@@ -148,7 +150,6 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             return end_early(run)
         if profile is not None:
             profile.after_step()
-        answer(run)
 
     return finish(run)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pretrain.runs.run_folder import METRICS_FILE
 
-CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
+CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip", "diagnostics", "stage"})
 """Events that describe the model at a step. Other events stay valid after a rollback."""
 END_BYTES = 1 << 20
 MOST_DIGITS = 300

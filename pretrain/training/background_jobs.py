@@ -92,8 +92,9 @@ class Evaluations:
         """Starts evaluating a checkpoint, or logs a warning if the process can't be started."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # from before a rollback
-        if is_held(log):
+        if folder in self._running:
+            self.stop(folder)  # from before a rollback; may hold the log for a moment
+        elif is_held(log):
             return None  # still running from before a crash
         command = ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)]
         gpu = settings.device.removeprefix("cuda:").removeprefix("cpu")  # empty for the CPU, which hides all GPUs
@@ -127,12 +128,14 @@ class Evaluations:
                 self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the evaluation in `folder`, or all evaluations."""
+        """Stops the evaluation in `folder`, or all evaluations, and logs which ones had no results yet."""
+        self.fetch()
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
             os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
             process.wait()
             shutil.rmtree(running, ignore_errors=True)
+            self.metrics.warn(f"the evaluation of {running.name} was stopped before it had results")
 
     @property
     def names(self) -> list[str]:

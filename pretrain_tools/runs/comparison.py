@@ -75,13 +75,14 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
         f"training loss, last {SMOOTHED_LINES} lines": mean,
     }
     for source, events in history.validation().items():
+        last = events[-1]
+        bits = last.get("bits_per_byte")
+        per_byte = f", {bits:.4f} bits/byte" if is_number(bits) else ""
+        loss = last.get("loss")
+        results[f"validation {source}"] = f"{loss:.4f}{per_byte}" if is_number(loss) else "not finite"
+        results[f"validation {source}, average"] = text_of(last.get("average_loss"), ".4f")
         if validations := measured(events, "loss"):
-            last = validations[-1]
             best = min(validations, key=lambda e: e["loss"])
-            bits = last.get("bits_per_byte")
-            per_byte = f", {bits:.4f} bits/byte" if is_number(bits) else ""
-            results[f"validation {source}"] = f"{last['loss']:.4f}{per_byte}"
-            results[f"validation {source}, average"] = text_of(last.get("average_loss"), ".4f")
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
         results[name] = scores[-1].text

@@ -128,10 +128,10 @@ def read_status(run: Path) -> RunStatus:
 
 
 def _validation_loss(events: list[Event]) -> float | None:
-    """Returns the mean over sources at the last validation."""
-    validations = [e for e in measured(events, "loss") if e["event"] == "validation"]
-    newest = [e["loss"] for e in validations if e["step"] == validations[-1]["step"]]
-    return statistics.fmean(newest) if newest else None
+    """Returns the mean over sources at the last validation, or None if a loss wasn't finite."""
+    validations = [e for e in events if e["event"] == "validation"]
+    newest = [e.get("loss") for e in validations if e.get("step") == validations[-1].get("step")]
+    return statistics.fmean(newest) if newest and all(map(is_number, newest)) else None
 
 
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
@@ -239,15 +239,14 @@ def status_text(folder: Path) -> str:
         rows["silence"] = f"no progress for {duration_text(status.silent_seconds)} (a long step or a hang)"
     if status.seconds_left is not None:
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace"
-    events = measured(status.events, "loss")
-    if losses := [event["loss"] for event in events if event["event"] == "train"]:
+    if losses := [event["loss"] for event in measured(status.events, "loss") if event["event"] == "train"]:
         # A loss that isn't finite is logged as null.
         rows["loss"] = f"{text_of(status.train.get('loss'), '.4f')}  {sparkline(losses)}  last {len(losses)} lines"
-    for event in events:
+    for event in status.events:
         if event["event"] == "validation":
             average = event.get("average_loss")
             of_average = f", averaged weights {average:.4f}" if is_number(average) else ""
-            text = f"loss {event['loss']:.4f}{of_average} at step {event['step']:,}"
+            text = f"loss {text_of(event.get('loss'), '.4f')}{of_average} at step {event['step']:,}"
             rows[f"validation {event.get('source')}"] = text
     speed = text_of(status.train.get("tokens_per_second"), ",.0f")
     mfu = text_of(status.train.get("mfu"), ".1%")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
+from pretrain.checkpoint.run_state import recorded_rollbacks
 from pretrain.config import Data
 from pretrain.data.batches import Batches, DataPosition
 from pretrain.data.manifest import Manifest, Shard
@@ -84,14 +85,21 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         )
     if step > last:
         raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use a step from 1 to {last:,}")
+    branch = history.last("branch")
+    if branch and step <= branch["step"]:
+        raise InputError(
+            f"--step {step:,}: {run} is a branch of {branch['run']}, which trained until step {branch['step']:,}; use "
+            f"{branch['run']}, or a step from {branch['step'] + 1:,} to {last:,}"
+        )
     settings = read_config(run)
     # Use the newest checkpoint with a readable state.
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     state = newest.get("state", {})
     # Increasing the budget moves later curriculum stages, so use the start that was in effect at this step.
-    # `runs.py anneal` shortens the run without moving stages, so ignore starts after it.
+    # `runs.py anneal` shortens the run without moving stages, so ignore starts after it. A branch may begin with it.
     before = min(step, state.get("anneal_from") or step)
-    start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
+    starts = history.of("start")
+    start = next((start for start in reversed(starts) if start["step"] < before), starts[0] if starts else {})
     try:
         data = Data.model_validate(start.get("data") or settings["data"])
         seed = int(settings["seed"])
@@ -102,7 +110,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         raise InputError(
             f"{run}: config.yaml or the start event has missing or invalid data settings ({problem}); restore it"
         ) from None
-    left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
+    # A checkpoint from before a rollback doesn't contain it.
+    rollbacks = max(state.get("rollbacks") or [], recorded_rollbacks(run), key=len)
+    left_out = [tuple(entry["samples"]) for entry in rollbacks if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
     # Samples skipped by a rollback shift all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, skipped=left_out, passed=passed, origin=origin)

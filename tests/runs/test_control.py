@@ -286,7 +286,8 @@ ALL = os.environ.get("STRATEGIES") == "all"
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if ALL else ["ddp"])
 def test_a_live_run_of_two_processes_is_steered(strategy, recipe, tmp_path):
     run = tmp_path / "run"
-    with live_run(strategy, recipe, run) as trainer:
+    # Most of the time, the run samples, so it hears of the commands then.
+    with live_run(strategy, recipe, run, "--samples.every_steps", "1") as trainer:
         for command in ("save", "stop"):
             step = steer(run, command)
             assert (run / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
@@ -338,7 +339,7 @@ def steer(run, command):
 
 
 @contextmanager
-def live_run(strategy, recipe, run):
+def live_run(strategy, recipe, run, *options):
     """Starts an endless training run of one or two processes, and yields after the first logged step."""
     before = len(events(run, "train")) if run.exists() else 0
     processes = 1 if strategy == "single" else 2
@@ -346,7 +347,7 @@ def live_run(strategy, recipe, run):
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
         "--num_processes", processes, "--main_process_port", free_port(), "train.py", "--config", recipe,
         "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        *options, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_until(lambda: len(events(run, "train")) > before, trainer)

@@ -42,11 +42,13 @@ def test_a_resumed_run_shows_only_the_last_version_of_repeated_steps(tmp_path):
 
 def test_a_rollback_drops_steps_but_not_incidents():
     events = [start_line(), *(train_line(step) for step in range(1, 10)), validation_line(9, 9.0)]
+    events += [{"event": name, "step": 9} for name in ("diagnostics", "stage")]
     events += [{"event": "spike", "step": 9, "loss": 9.0}, {"event": "rollback", "step": 9, "to_step": 5}]
     events += [train_line(6), train_line(7)]
     current = current_events(events)
     assert steps_of(current) == [1, 2, 3, 4, 5, 6, 7]
-    assert steps_of(current, "validation") == [] and steps_of(current, "spike") == [9]
+    assert not {"validation", "diagnostics", "stage"} & {event["event"] for event in current}
+    assert steps_of(current, "spike") == [9]
 
 
 def test_a_start_from_scratch_supersedes_everything_even_step_0():

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import runs
+from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
@@ -301,12 +302,16 @@ def test_shards_from_earlier_versions_have_no_origins(tmp_path, shards):
     assert "  document of " in text and "    from " not in text
 
 
-def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards):
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards, is_saved):
     run = trained(tmp_path, shards)
     plain = [read_sequences(open_step(run, 5)[0], 16 + n)[0].offset for n in range(4)]
+    rollbacks = [{"samples": [8, 4]}, {"samples": None}]
+    if not is_saved:  # there has been no checkpoint since the rollback
+        record_rollbacks(run, [{**entry, "learning_rate_factor": 1.0} for entry in rollbacks])
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
-    saved.write_text(json.dumps({"state": {"rollbacks": [{"samples": [8, 4]}, {"samples": None}]}}))
+    saved.write_text(json.dumps({"state": {"rollbacks": rollbacks if is_saved else []}}))
     assert [read_sequences(open_step(run, 4)[0], 12 + n)[0].offset for n in range(4)] == plain
 
 
@@ -321,6 +326,21 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
         file.write("".join(json.dumps(line) + "\n" for line in (raised, train_line(21))))
     assert [s.first_sample for s in open_step(run, 15)[0].segments] == [s.first_sample for s in before] == [0, 40]
     assert [s.first_sample for s in open_step(run, 21)[0].segments] == [0, 80]
+
+
+def test_a_branch_that_only_decays_has_documents(tmp_path, shards):
+    run = trained(tmp_path, shards)
+    first_sample, count = open_step(run, 17)[1:]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    branch = {"event": "branch", "step": 16, "run": "runs/trunk"}
+    write_run(tmp_path / "branch", [{**lines[0], "step": 16, "total_steps": 19}, branch, *map(train_line, (17, 18))])
+    shutil.copyfile(run / "config.yaml", tmp_path / "branch/config.yaml")
+    saved = tmp_path / "branch/checkpoints/step-00000018/trainer_state.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text(json.dumps({"state": {"anneal_from": 16}}))
+    assert open_step(tmp_path / "branch", 17)[1:] == (first_sample, count) == (64, 4)
+    with pytest.raises(InputError, match=r"is a branch of runs/trunk, .*; use runs/trunk, or a step from 17 to 18"):
+        open_step(tmp_path / "branch", 16)
 
 
 def test_changed_or_missing_shards_and_steps_outside_the_run_are_rejected(tmp_path, shards):
@@ -378,11 +398,14 @@ def test_a_loss_that_is_not_finite_is_not_hidden_by_older_ones(tmp_path):
     for name, value in (("null", None), ("nan", float("nan"))):
         lines = [train_line(step, loss=4.0) for step in range(1, 6)]
         lines += [{**train_line(step), "loss": value} for step in range(6, 9)]
+        lines += [validation_line(5, 4.0), {**validation_line(8, 4.0), "loss": value, "bits_per_byte": value}]
         run = write_run(tmp_path / name, [start_line(), *lines])
         assert re.search(r"loss +-  ▁{5}  last 5 lines", status_text(run))
-        assert (
-            results_of(read_history(run), read_status(run))["training loss, last 10 lines"] == "4.0000 (3 not finite)"
-        )
+        assert re.search(r"validation demo +loss - at step 8", status_text(run))
+        assert "4.0000" not in list_text(run)
+        results = results_of(read_history(run), read_status(run))
+        assert results["training loss, last 10 lines"] == "4.0000 (3 not finite)"
+        assert results["validation demo"] == "not finite" and results["best validation demo"] == "4.0000 at step 5"
 
 
 def test_a_damaged_recipe_and_a_folder_named_as_a_log_are_no_obstacles(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Tests for evaluations in separate processes, text samples with sharded models, and mirror copies during training."""
 
 import json
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from pretrain.checkpoint import mirror_copy
-from pretrain.config import Checkpoint
+from pretrain.config import Benchmarks, Checkpoint
 from pretrain.files import remove
+from pretrain.processes import hold_while_open
+from pretrain.runs.hub import evaluation_log
 from pretrain.training import background_jobs
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.metrics import Metrics
@@ -64,6 +67,32 @@ def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations.fetch()
     evaluations.fetch()
     assert capsys.readouterr().out == "step 6 · one · acc 0.5000\nstep 6 · two · bits_per_byte 1.2500\n"
+
+
+def test_stopped_evaluations_are_named(tmp_path, capsys):
+    evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
+    done = tmp_path / "step-00000006"
+    model = {"step": 6, "sources": {}, "tasks": {"one": {"acc": 0.5}}}
+    done.with_suffix(".json").write_text(json.dumps({"models": [model]}))
+    evaluations._running[done] = SimpleNamespace(poll=lambda: 0, returncode=0)
+    evaluations._running[tmp_path / "step-00000008"] = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    evaluations.stop()
+    assert evaluations.names == [] and "step 6 · one · acc 0.5000\n" in capsys.readouterr().out
+    (warning,) = events(tmp_path, "warning")
+    assert warning["message"] == "the evaluation of step-00000008 was stopped before it had results"
+
+
+def test_an_evaluation_from_before_a_rollback_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(background_jobs, "evaluation_command", lambda folder, settings: ["sleep", "60"])
+    evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
+    checkpoint = tmp_path / "checkpoints/step-00000008"
+    checkpoint.mkdir(parents=True)
+    first = evaluations.start(checkpoint, Benchmarks())
+    with open(evaluation_log(tmp_path, checkpoint.name), "rb") as log:
+        hold_while_open(log)  # as the first one does until it is dead
+        second = evaluations.start(checkpoint, Benchmarks())
+    evaluations.stop()
+    assert second is not None and second is not first
 
 
 def test_a_failing_evaluation_does_not_affect_the_run(recipe, task, tmp_path):
