@@ -43,6 +43,8 @@ UNUSABLE_PATHS = {
     errno.ENOTDIR: "part of the path is a file",
     errno.EISDIR: "use a file instead",
     errno.EROFS: "use a writable location",
+    errno.ENOSPC: "free up disk space",
+    errno.EDQUOT: "free up disk space",
 }
 """{errno: remedy} for OSErrors that are reported as input errors."""
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -31,10 +32,16 @@ def or_shipped(path: str | Path) -> Path:
 def write_durably(path: Path, content: bytes | str) -> None:
     """Replaces a file atomically: after a crash, it has either the old or the new content."""
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with fresh.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # `write` and `fsync` don't name the file
+        with suppress(OSError):
+            fresh.unlink()
+        raise
     fresh.rename(path)
     sync_folder(path.parent)
 

@@ -274,7 +274,8 @@ class RemoteFolder:
         except InputError:
             raise
         except Exception as error:
-            advice = "run the same command again once the server responds, or correct the address"
+            # A request without a body, such as S3's HEAD, doesn't say that credentials have expired.
+            advice = "run the same command again once the server responds, or correct the address or credentials"
             reason = f"{problem} within {PATIENCE_SECONDS:g} s: {reason_of(error)}; {advice}"
             raise UnreachableError(5, reason, where) from None
 

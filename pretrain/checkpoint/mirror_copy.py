@@ -299,6 +299,8 @@ class MirrorCopier:
             behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
             self._warn(f"{behind}: it skipped step {max(dropped):,}.")
         self.status["dropped"] += len(dropped)
+        if dropped:  # failed copies of them would fill the mirror
+            self._remove([step for step in self.store.steps()[1] if step in dropped])
         missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}
         if not missing or max(here) in missing:
             return max(missing, default=None)

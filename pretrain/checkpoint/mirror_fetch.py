@@ -197,11 +197,12 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
             damaged[name_of(step)] = error.strerror
             return False
 
-    if not (later := [step for step in sealed if is_later(step)]):
+    later = [step for step in sealed if is_later(step)]
+    if not later and id_of_run(run) is not None:  # the mirror's log must not be overwritten if the run's own is lost
         return
     # Before the checkpoint, because a restart doesn't fetch these files if it finds the checkpoint.
     damaged |= fetch_files(run, store)
-    if fetched := fetch(run, store, later, damaged, required=here is None):
+    if later and (fetched := fetch(run, store, later, damaged, required=here is None)):
         claim["fetched"] = fetched
         write_durably(run / "checkpoints" / "LATEST", checkpoint_name(fetched["step"]))
         if not (run / "final").exists() and store.read(f"final/{SEAL_FILE}") is not None:

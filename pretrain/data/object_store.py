@@ -66,6 +66,8 @@ def remote_manifest(url: str) -> Manifest:
     try:
         content = folder.read(MANIFEST_FILE)
     except InputError as error:
+        if not isinstance(error.__context__, FileNotFoundError):  # such as a refusal
+            raise
         advice = f"unfinished folders have no {MANIFEST_FILE}; other tools' shards can only be read from a local disk"
         raise InputError(*error.problems, f"{folder.shown}: {advice}") from None
     sha256 = hashlib.sha256(content).hexdigest()

@@ -178,6 +178,9 @@ def output_problem(run: Path) -> str | None:
         if os.path.isdir(place):
             may_write = os.access(place, os.W_OK | os.X_OK)
             return None if may_write else f"output: {run}: {place} is not writable; use another path"
+        if os.path.islink(place) and not os.path.exists(place):
+            target = os.path.realpath(place)
+            return f"output: {run}: {place} is a link to {target}, which does not exist; mount or create it first"
         if os.path.lexists(place):
             return f"output: {run}: {place} is {'a' if place == run else 'not a folder but a'} file; use another name"
     return None

@@ -442,7 +442,7 @@ def reference_problems(config: RunConfig) -> Problems:
     problems = Problems()
     benchmarks = config.benchmarks
     hub = config.hub
-    output = output_problem(config.output)
+    output = output_problem(config.output) or output_problem(config.output / "checkpoints")
     problems += [output] if output else []
     if config.checkpoint.mirror is not None:
         from pretrain.checkpoint.mirror_store import mirror_problems

@@ -30,7 +30,7 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.runs.event_log import read_metrics
-from pretrain.runs.run_folder import LOCK_FILE
+from pretrain.runs.run_folder import LOCK_FILE, output_problem
 from pretrain.training.metrics import Metrics
 from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
 from pretrain.units import leaves
@@ -131,7 +131,7 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
             except InputError as error:
                 problems = error.problems
             except OSError as error:
-                problems = [f"output: {run} is not writable ({error}); use another --output"]
+                problems = [output_problem(run) or f"output: {run} is not writable ({error}); use another --output"]
         if problems := ranks.gather(problems)[0]:
             raise InputError(*problems)
         yield

@@ -92,7 +92,11 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
                 append_to_run(evaluation)
                 track(evaluation)
             if arguments.output:
-                write_results(arguments.output, evaluations, vars(arguments))
+                try:
+                    write_results(arguments.output, evaluations, vars(arguments))
+                except OSError:  # such as a full disk
+                    print_table(evaluations)
+                    raise
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
     if strategy.ranks.is_main:

@@ -22,6 +22,7 @@ from pretrain.checkpoint.checkpoints import (
     steps_to_keep,
 )
 from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
+from pretrain.errors import or_exit
 from pretrain.files import FORMAT, commit, damage, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
@@ -159,6 +160,14 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
     inode = os.stat(path).st_ino
     write_durably(path, "two")
     assert path.read_text() == "two" and os.stat(path).st_ino != inode
+
+
+def test_a_small_file_on_a_full_disk_is_named_and_removed(tmp_path, capsys):
+    (tmp_path / ".LATEST.new").symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as ended:
+        or_exit(lambda: write_durably(tmp_path / "LATEST", "one"))
+    assert ended.value.code == 2 and list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == f"{tmp_path}/LATEST: No space left on device; free up disk space\n"
 
 
 def test_a_full_disk_is_detected_before_the_save(tmp_path):

@@ -117,6 +117,16 @@ def test_an_outdated_disk_catches_up(lost):
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
+def test_a_lost_log_is_fetched(lost):
+    """Otherwise, the run would start a new log and overwrite the mirror's."""
+    run, mirror, settings = lost
+    write_run(run, (4, 8))
+    (run / "metrics.jsonl").unlink()
+    fetch_from_mirror(run, settings, Ranks())
+    assert (run / "metrics.jsonl").read_bytes() == (mirror / "run/metrics.jsonl").read_bytes()
+    assert list(checkpoint_folders(run)) == [4, 8] and claim_of(run)["fetched"] is None
+
+
 def test_a_rollback_missing_on_the_mirror_takes_precedence(lost):
     run, mirror, settings = lost
     write_run(run, (4,))

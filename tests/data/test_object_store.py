@@ -194,6 +194,17 @@ def test_missing_objects_are_named(tmp_path, monkeypatch):
         read_manifest("memory://nothing")
 
 
+def test_a_refusal_is_the_only_problem(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "cat_file", refuse)
+    with pytest.raises(InputError) as caught:
+        read_manifest("memory://forbidden")
+    place = "memory://forbidden/manifest.json"
+    assert caught.value.problems == [f"{place}: PermissionError: Forbidden; grant this machine access"]
+
+
 def test_failed_reads_are_retried_but_not_forever(tmp_path, monkeypatch):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder)
@@ -353,7 +364,7 @@ def test_a_vanished_server_ends_every_rank_with_its_name(shards, recipe, tmp_pat
     assert end["code"] == 75 and ended.left == [], ended.output
     named = r"s3://mine/vanishing/(train|validation)-00000.bin: bytes [\d,]+ to [\d,]+ cannot be read within 3 s"
     assert re.match(named, end["reason"])
-    assert end["reason"].endswith("run the same command again once the server responds, or correct the address")
+    assert end["reason"].endswith("once the server responds, or correct the address or credentials")
     assert 'train.py", line' not in ended.output
     again = launch_with_faults(tmp_path / "two", "single", 1, *given, constants=IMPATIENT, **there)
     assert again.code == 75 and "s3://mine/vanishing/manifest.json: cannot be read within 3 s" in again.output

@@ -362,6 +362,13 @@ def test_a_model_without_a_tokenizer(model_folder, tmp_path):
     assert "--tasks and --prompt need its tokenizer, which cannot be loaded" in text
 
 
+def test_scores_are_printed_if_the_disk_is_full(model_folder, shards, tmp_path, capsys):
+    (tmp_path / ".results.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        evaluate("--model", model_folder, "--data", shards, "--sequences", 4, "--output", tmp_path / "results.json")
+    assert "perplexity" in capsys.readouterr().out
+
+
 def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(model_folder, run / "final")

@@ -339,6 +339,12 @@ def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
         recipe, ("output", f"{tmp_path}/file")
     )
     assert "is not a folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to("/unmounted/disk")
+    for output in ("run", "run/checkpoints/new"):
+        assert "is a link to /unmounted/disk, which does not exist" in check_problems(
+            recipe, ("output", f"{tmp_path}/{output}")
+        )
     assert "use at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
     assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
     evaluates = ("benchmarks.every_steps", "4")

@@ -110,7 +110,7 @@ def test_a_folder_belongs_to_one_process(tmp_path):
         pytest.fail("two processes must not train in one folder")
     assert not run.exists(), "an unused folder must be removed"
     run.touch()
-    with pytest.raises(InputError, match="is not writable"), sole_use(run, ranks_of()):
+    with pytest.raises(InputError, match="is a file; use another name"), sole_use(run, ranks_of()):
         pytest.fail("a file must not be accepted as the folder")
 
 
