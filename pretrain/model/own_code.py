@@ -13,7 +13,6 @@ from transformers.utils import cached_file
 
 from pretrain.errors import InputError, Problems, error_in_file
 from pretrain.model import architectures
-from pretrain.model.model_config import described
 from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, import_file
 
 USUAL_NAMES = {
@@ -115,9 +114,10 @@ def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             example.save_pretrained(folder)
     except ValueError as error:
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{file}: transformers can't save {config_class.__name__}: {described(error)}; if a key has the name of "
-            "a generation parameter, such as top_k, rename it or declare it in the class, as in top_k: int = 2"
+            f"{file}: transformers can't save {config_class.__name__}: {reason}; if a key has the name of a "
+            "generation parameter, such as top_k, rename it or declare it in the class, as in top_k: int = 2"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():
