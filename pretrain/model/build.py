@@ -419,6 +419,7 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
     config.architectures = [type(model).__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the model whose config the run started from; our weights aren't quantized
+    config.output_attentions = False  # with our attention, transformers can't save True
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)

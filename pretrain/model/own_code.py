@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,13 +99,25 @@ def register_classes(
 
 
 def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
-    """Adds size aliases, such as n_layer, to the class's attribute_map. Raises InputError if a size is missing."""
+    """Adds size aliases, such as n_layer, to the class's attribute_map.
+
+    Raises InputError if a size is missing or the configuration can't be saved.
+    """
     try:
         example = config_class()
     except Exception as error:  # custom code may raise any error
         raise InputError(
             f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; "
             "add default values"
+        ) from error
+    try:  # otherwise, the first checkpoint would fail
+        with tempfile.TemporaryDirectory() as folder:
+            example.save_pretrained(folder)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{file}: transformers can't save {config_class.__name__}: {reason}; if a key has the name of a "
+            "generation parameter, such as top_k, rename it or declare it in the class, as in top_k: int = 2"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():

@@ -1,6 +1,7 @@
 """Loads pretrained weights from safetensors one tensor at a time, so no rank needs memory for the whole model."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pretrain.model.build import clear_padding, initialize_module
 from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
+from pretrain.terminal import is_first_process, say
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 """safetensors' names for the dtypes of weights that aren't quantized."""
@@ -171,13 +173,17 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:
-        raise InputError(
-            f"{name_or_path}: {len(missing)} weights are missing or do not have the shape in config.json, starting "
-            f"with {missing[0]}; the checkpoint is incomplete or belongs to a different configuration"
-        )
+        raise InputError(incomplete(name_or_path, missing))
     clear_padding(model)
     as_buffers(model)
     return model
+
+
+def incomplete(name_or_path: str, missing: list[str]) -> str:
+    return (
+        f"{name_or_path}: {len(missing)} weights are missing or do not have the shape in config.json, starting "
+        f"with {missing[0]}; the checkpoint is incomplete or belongs to a different configuration"
+    )
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
@@ -189,10 +195,17 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
     new_tokens: tokens added to the vocabulary.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
-    names = PublishedNames.of(load_model_config(name_or_path)) if files else None
-    places = places_in_files(files, names) if names is not None else None
-    if places is not None:
-        return PretrainedTensors(places, names, new_tokens)
+    if files:
+        names = PublishedNames.of(load_model_config(name_or_path))
+        places, ignored = checked_places(name_or_path, files, names)
+        if places is not None:
+            if ignored and is_first_process():
+                say(
+                    f"warning: {name_or_path}: {len(ignored)} of its weights are not in the model of its config.json, "
+                    f"starting with {ignored[0]}; they are ignored",
+                    color="yellow",
+                )
+            return PretrainedTensors(places, names, new_tokens)
     model = load_pretrained(name_or_path)
     for parameter in vocabulary_tensors(model).values() if new_tokens else ():
         parameter.data = new_tokens.extend(parameter.data)
@@ -200,14 +213,49 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError if the weights in a local folder are missing, damaged or quantized."""
+    """Raises InputError if the weights in a local folder are missing, damaged, quantized or of another model."""
     if name_or_path.endswith(".json"):
         raise InputError(
             f"init: pretrained, but model: {name_or_path} is a JSON without weights; use a model folder or "
             "Hub ID, or train from scratch with init: scratch"
         )
-    if Path(name_or_path).is_dir() and not find_tensors(name_or_path):
-        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained needs")
+    if Path(name_or_path).is_dir():
+        if not (files := find_tensors(name_or_path)):
+            raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained needs")
+        checked_places(name_or_path, files, PublishedNames.of(load_model_config(name_or_path)))
+
+
+def checked_places(
+    name_or_path: str, files: dict[str, Path], names: PublishedNames
+) -> tuple[dict[str, TensorPlaces] | None, list[str]]:
+    """Returns (places of the model's tensors, names in the files that aren't in the model).
+
+    The places are None if transformers may be able to convert the tensors. Raises InputError if weights are missing or
+    have the wrong shape, or if tied tensors have different values, because transformers wouldn't tie them.
+    """
+    model = names.meta_model
+    for pair in model.all_tied_weights_keys.items():
+        if files.keys() >= set(pair):
+            one, other = (PretrainedTensors({name: {name: (files[name], name)}}).read(name) for name in pair)
+            if not torch.equal(one, other):
+                raise InputError(
+                    f"model: {name_or_path}: config.json ties {pair[0]} and {pair[1]}, but their values differ; set "
+                    "tie_word_embeddings to false in its config.json, or remove one of them from its weights"
+                )
+    prefix = f"{model.base_model_prefix}."
+    known = {*names.shapes, *(piece for pieces in names.pieces.values() for piece in pieces)}
+    # Private, but transformers has no other list of tensors that old checkpoints may contain.
+    harmless = re.compile("|".join([r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]))
+    others = [name for name in files if not {name, prefix + name} & known and not harmless.search(name)]
+    places = places_in_files(files, names)
+    missing = [name for name, _ in model.named_parameters() if name not in places]
+    if not missing:
+        return places, others
+    # If the embedding is missing, transformers ties it to the head.
+    heads = {source: target for target, source in model.all_tied_weights_keys.items()}
+    if not others and (lost := [name for name in missing if heads.get(name) not in files]):
+        raise InputError(incomplete(name_or_path, lost))
+    return None, others
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
@@ -217,6 +265,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
     """
     # Private, but cached_file has no public option to return None if the file is missing.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
+    index = None
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)
         index = None if single else cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **missing_is_none)
@@ -225,7 +274,9 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             paths = [Path(cached_file(name_or_path, file)) for file in sorted(set(weight_map.values()))]
         else:
             paths = [Path(single)] if single else []
-    except OSError:
+    except OSError as error:
+        if index:
+            raise InputError(f"{index}: lists a file that is missing ({first_line(error)}); restore it") from None
         return {}  # load_pretrained reports this problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
@@ -241,7 +292,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             raise InputError(f"{path}: damaged or not a safetensors file ({error}); restore or replace it") from None
         # Without their scales, quantized weights have the right shapes but wrong values.
         for name, dtype in dtypes.items():
-            if name.endswith("weight") and dtype not in WEIGHT_DTYPES:
+            if "weight" in name.rpartition(".")[2] and dtype not in WEIGHT_DTYPES:
                 raise InputError(
                     f"{path}: {name} is quantized ({dtype}), but training needs bf16, fp16 or fp32 weights; use the "
                     "unquantized version of this model"
@@ -249,21 +300,18 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
     return places
 
 
-def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
-    """Finds the model's tensors in the files, with or without the base model's prefix in their names.
-
-    Returns None if a parameter is missing or has the wrong shape.
-    """
+def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces]:
+    """Finds the model's tensors with the right shape, with or without the base model's prefix in their names."""
     meta_model = names.meta_model
     shapes = shapes_in_files(files.values())
     prefix = f"{meta_model.base_model_prefix}."
     found = {}
-    wanted = dict(meta_model.named_parameters())
+    parameters = [name for name, _ in meta_model.named_parameters()]
     buffers = {name for name, _ in meta_model.named_buffers()} & meta_model.state_dict().keys()
-    for name in [*wanted, *buffers]:
+    for name in [*parameters, *buffers]:
         for pieces in ({name: names.shapes[name]}, names.pieces[name]):
             for cut in ("", prefix):
                 places = {piece: piece.removeprefix(cut) for piece in pieces}
                 if all(shapes.get(place) == pieces[piece] for piece, place in places.items()):
                     found.setdefault(name, {piece: (files[place], place) for piece, place in places.items()})
-    return found if wanted.keys() <= found.keys() else None
+    return found

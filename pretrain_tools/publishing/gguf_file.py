@@ -101,8 +101,9 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append("--gguf: layer_types must be full_attention in every layer for qwen3 in llama.cpp")
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
-    if kind not in ROPE_KEYS:
-        problems.append(f"--gguf: rope_type must be one of {', '.join(ROPE_KEYS)}, got {kind}")
+    kinds = [name for name in ROPE_KEYS if name != "llama3" or family == "llama"]
+    if kind not in kinds:
+        problems.append(f"--gguf: rope_type must be one of {', '.join(kinds)} for {family} in llama.cpp, got {kind}")
     elif unknown := rope.keys() - ROPE_KEYS[kind] - {"rope_type"}:
         problems.append(f"--gguf: rope_parameters contains {', '.join(sorted(unknown))}, which GGUF can't represent")
     return problems
@@ -118,7 +119,13 @@ def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
     # Qwen uses NFC. llama.cpp omits it, and the comparison shows the effect.
     if normalizer and normalizer.get("type") != "NFC":
         return [f"--gguf: the tokenizer normalizes text ({normalizer.get('type')}), but llama.cpp doesn't"]
-    return []
+    flags = ("single_word", "lstrip", "rstrip")
+    return [
+        f"--gguf: the added token {added['content']!r} has {flag}: true, which a GGUF file can't represent"
+        for added in tokenizer["added_tokens"]
+        for flag in flags
+        if added.get(flag)
+    ]
 
 
 def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:

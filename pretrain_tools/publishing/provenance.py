@@ -69,6 +69,7 @@ def provenance_problems(folder: Path) -> list[str]:
         recorded = {
             name: {key: entry[key] for key in ("bytes", "sha256")} for name, entry in contents["files"].items()
         }
+        origin_text(contents)  # raises an error if a value has the wrong type
         is_whole = digest_of(content.replace(contents["seal"].encode(), UNSEALED.encode(), 1)) == contents["seal"]
     except FileNotFoundError:
         return [f"{PROVENANCE_FILE} is missing; without it, no other file can be checked"]
@@ -82,7 +83,9 @@ def provenance_problems(folder: Path) -> list[str]:
         return [
             f"{PROVENANCE_FILE} isn't in format {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"
         ]
-    present = files_of(folder)
+    # files_of ignores links to folders.
+    links = [path for path in folder.rglob("*") if path.is_symlink() and not path.is_file()]
+    present = files_of(folder) | {path.relative_to(folder).as_posix(): path for path in links}
     # `is not`, because only True and False are valid.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
         problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
@@ -98,6 +101,15 @@ def provenance_text(folder: Path) -> str:
     """Summarizes a published folder's provenance in one line."""
     content = (folder / PROVENANCE_FILE).read_bytes()
     contents = json.loads(content)
-    model = contents["model"]
-    made = f"step {model['step']:,} of {model['run']}, code {contents['code_commit'] or 'not recorded'}"
+    made = origin_text(contents)
     return f"{len(contents['files'])} files and {PROVENANCE_FILE} are unchanged: {made}; sha256 {digest_of(content)}"
+
+
+def origin_text(contents: dict[str, Any]) -> str:
+    model = contents["model"]
+    return f"step {model['step']:,} of {model['run']}, code {contents['code_commit'] or 'not recorded'}"
+
+
+def printable(text: str) -> str:
+    """Escapes control characters, with which a published folder could forge the output."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

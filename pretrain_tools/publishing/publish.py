@@ -16,7 +16,7 @@ from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_pro
 from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, output_problem, read_config, setting
 from pretrain_tools.publishing.facts import Publication, gaps_in_records
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
-from pretrain_tools.publishing.provenance import provenance_problems, provenance_text
+from pretrain_tools.publishing.provenance import printable, provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
 from pretrain_tools.runs.addresses import download
@@ -256,9 +256,9 @@ def verify(place: str, public_key: Path | None) -> int:
     elif verifier is not None and not any(problem.startswith(SIGNATURE_FILE) for problem in problems):
         problems.append(f"{SIGNATURE_FILE} is missing: the folder isn't signed")
     if problems:
-        print("\n".join(f"{place}: {problem}" for problem in problems))
+        print("\n".join(f"{place}: {printable(problem)}" for problem in problems))
         return EXIT_NOT_PUBLISHED
-    print(f"{place}: {provenance_text(folder)}")
+    print(f"{place}: {printable(provenance_text(folder))}")
     if is_signed and verifier is None:
         raise InputError(f"--public_key is required to check the signature of {place}; pass the signer's public key")
     print(f"signed with the private key for {public_key}" if is_signed else "not signed, so its author is unknown")

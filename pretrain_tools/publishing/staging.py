@@ -145,9 +145,9 @@ def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-links a file, or copies it if `target` is on another file system."""
+    """Hard-links a file, or copies it if `target` is on another file system. Follows symbolic links."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
 

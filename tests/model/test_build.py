@@ -379,6 +379,13 @@ def test_a_saved_config_does_not_claim_quantized_weights(tmp_path):
     assert model.config.quantization_config, "the run's own config must not change"
 
 
+def test_a_config_that_asks_for_attention_weights_can_be_saved(tmp_path):
+    config = tiny("llama")
+    config.output_attentions = True
+    save_model_metadata(build_meta_model(config, attention="groundwork_sdpa"), tmp_path)
+    assert not load_model_config(str(tmp_path)).output_attentions
+
+
 def test_a_saved_config_is_read_again(tmp_path, config):
     save_model_metadata(build_meta_model(config), tmp_path)
     assert str(tmp_path) not in (tmp_path / "config.json").read_text()

@@ -160,6 +160,16 @@ def test_an_ambiguous_size_is_an_error():
     assert (Odd().num_hidden_layers, Odd().hidden_size) == (3, 8)
 
 
+def test_a_configuration_that_cannot_be_saved_is_an_error():
+    class Sparse(Odd):
+        def __init__(self, top_k=2, **kwargs):
+            self.top_k = top_k
+            super().__init__(**kwargs)
+
+    with pytest.raises(InputError, match=r"odd.py: transformers can't save Sparse: .*'top_k': 2.*declare it in"):
+        name_sizes("odd.py", Sparse)
+
+
 class OddModel(LlamaModel):
     """A Llama model that reuses Llama's config class."""
 

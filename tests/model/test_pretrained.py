@@ -118,7 +118,7 @@ def test_new_tokens_start_as_the_mean_of_their_parts(tied, way, tmp_path, monkey
     first = rows - 3  # the last three rows were padding
     added = NewTokens(first, [[1, 2], [5], [7, 7, 9], [], [4, first - 1]], rows + 64)
     if way == "whole":
-        monkeypatch.setattr("pretrain.model.pretrained.places_in_files", lambda files, names: None)
+        monkeypatch.setattr("pretrain.model.pretrained.checked_places", lambda *given: (None, []))
     model = build_meta_model(AutoConfig.for_model(**values | {"vocab_size": rows + 64}))
     weights = InitialWeights(seed=0, pretrained=open_pretrained(str(tmp_path), added))
     for unit in units_of(model):
@@ -177,6 +177,53 @@ def test_a_whole_model_keeps_its_weights_if_the_training_model_is_rounded(kind):
     assert all(parameter.numel() == 0 and parameter.dtype == torch.bfloat16 for parameter in first.parameters())
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "1 weights are missing .* model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.ones(128, 32)}),
+            "ties lm_head.weight and model.embed",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path, change, said):
+    path = save("llama_tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (find_weights, open_pretrained):
+        with pytest.raises(InputError, match=said):
+            read(path)
+
+
+@pytest.mark.parametrize("keeps_embedding", [True, False])
+def test_a_tied_head_may_be_in_the_file(tmp_path, keeps_embedding):
+    path = save("llama_tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if not keeps_embedding:
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    find_weights(path)
+    assert_same(filled("llama_tied", InitialWeights(seed=0, pretrained=open_pretrained(path))), load_pretrained(path))
+
+
+def test_ignored_weights_are_named(tmp_path, capsys):
+    path = save("llama", tmp_path)
+    open_pretrained(path)
+    assert "ignored" not in capsys.readouterr().out
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # in files of old transformers
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    open_pretrained(path)
+    assert (
+        "1 of its weights are not in the model of its config.json, starting with model.layers.0.self_attn.q_proj.bias"
+        in (" ".join(capsys.readouterr().out.split()))
+    )
+
+
 def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     with pytest.raises(InputError, match="a JSON file contains no weights"):
@@ -194,20 +241,22 @@ def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
         load_pretrained(path)
 
 
-def test_quantized_weights_are_refused_before_anything_starts(tmp_path):
+@pytest.mark.parametrize(("suffix", "dtype", "said"), [("", "float8_e4m3fn", "F8_E4M3"), ("_packed", "int32", "I32")])
+def test_quantized_weights_are_refused_before_anything_starts(tmp_path, suffix, dtype, said):
     path = save("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[name + suffix] = tensors.pop(name).to(getattr(torch, dtype))
+    name += suffix
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for read in (find_weights, open_pretrained):
-        with pytest.raises(InputError, match=rf"{name} is quantized \(F8_E4M3\)"):
+        with pytest.raises(InputError, match=rf"{name} is quantized \({said}\)"):
             read(path)
 
 
-@pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file"])
+@pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file", "no shard"])
 def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, damage):
-    path = save("llama", tmp_path, max_shard_size="20KB" if damage == "no index" else "1GB")
+    path = save("llama", tmp_path, max_shard_size="20KB" if damage in ("no index", "no shard") else "1GB")
     find_weights(path)
     file = tmp_path / "model.safetensors"
     if damage == "cut short":
@@ -216,9 +265,12 @@ def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, d
         file.write_bytes(bytes([255]) * 8 + file.read_bytes()[8:])
     elif damage == "no index":
         (tmp_path / "model.safetensors.index.json").write_text("[5]")
+    elif damage == "no shard":
+        min(tmp_path.glob("model-*")).unlink()
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"damaged|not a valid weight|lists no weights|has no model.safetensors"):
+    said = r"damaged|not a valid weight|lists no weights|has no model.safetensors|lists a file that is missing"
+    with pytest.raises(InputError, match="lists a file" if damage == "no shard" else said):
         find_weights(path)
     with pytest.raises(InputError):
         open_pretrained(path)

@@ -82,7 +82,7 @@ def test_llama_cpp_computes_the_same(tmp_path, own_tokenizer, name):
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python compares the logits; it builds llama.cpp")
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS[name])
     write_gguf(folder, tmp_path / "x.gguf", "fp32")
-    tokens, largest = compare(folder, tmp_path / "x.gguf", TEXT)
+    tokens, largest = compare(folder, tmp_path / "x.gguf", "A document.<|endoftext|>" + TEXT)
     assert tokens == 512 and largest < 1e-3
 
 
@@ -131,6 +131,7 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
         ({"hidden_act": "gelu"}, 'hidden_act must be "silu" for llama in llama.cpp, got "gelu"'),
         ({"residual_multiplier": 2.0}, "residual_multiplier can't be represented"),
         ({"rope_parameters": {**DEFAULT, "rope_type": "yarn"}}, "rope_type must be one of default, linear, llama3"),
+        ({"model_type": "qwen3", "rope_parameters": LLAMA3}, "must be one of default, linear for qwen3 in llama.cpp"),
         (
             {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
             "rope_parameters contains partial_rotary_factor",
@@ -144,6 +145,14 @@ def test_models_that_llama_cpp_computes_differently_are_rejected(tmp_path, own_t
     with pytest.raises(InputError) as refused:
         check_convertible(folder)
     assert said in str(refused.value)
+
+
+def test_added_tokens_that_llama_cpp_matches_differently_are_rejected(own_tokenizer):
+    tokenizer = json.loads((own_tokenizer / "tokenizer.json").read_text())
+    assert gguf_file.tokenizer_problems(tokenizer) == []
+    tokenizer["added_tokens"][1]["lstrip"] = True
+    (problem,) = gguf_file.tokenizer_problems(tokenizer)
+    assert "the added token '<|user|>' has lstrip: true" in problem
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import publish
 from pretrain.errors import InputError
 from pretrain_tools.publishing.facts import Publication
-from pretrain_tools.publishing.provenance import provenance_problems
+from pretrain_tools.publishing.provenance import UNSEALED, digest_of, provenance_problems
 from pretrain_tools.publishing.staging import find_publishable, stage
 from pretrain_tools.runs.history import append_events
 from support.run_folders import write_run
@@ -55,7 +55,8 @@ def test_every_file_changed_by_a_byte_missing_or_added_is_named(folder):
     (folder / "code").mkdir()
     (folder / "code/more.py").write_text("import os")
     (folder / ".gitattributes").write_text("the Hub's own")
-    assert provenance_problems(folder) == ["code/more.py was added"]
+    (folder / "linked").symlink_to(folder / "code")
+    assert provenance_problems(folder) == ["code/more.py was added", "linked was added"]
 
 
 def test_a_change_to_any_byte_of_the_provenance_is_detected(published, tmp_path):
@@ -75,6 +76,29 @@ def test_several_changes_are_all_named(folder, capsys):
     assert publish.main(["--verify", str(folder)]) == 1
     named = [line.removeprefix(f"{folder}: ").split()[0] for line in capsys.readouterr().out.splitlines()]
     assert named == ["provenance.json", "config.json", "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda contents: contents.pop("model"), "provenance.json was changed: it can't be read (KeyError: 'model')"),
+        (
+            lambda contents: contents["model"].update(step="8"),
+            "provenance.json was changed: it can't be read (ValueError",
+        ),
+        (lambda contents: contents["files"].update({"\ud800": {"bytes": 1, "sha256": ""}}), r"\ud800 is missing"),
+        (lambda contents: contents["model"].update(run="x\n\x1b[2J"), r"step 8 of x\n\x1b[2J, code"),
+    ],
+)
+def test_a_forged_provenance_neither_crashes_nor_hides_lines(published, tmp_path, capsys, change, said):
+    folder = shutil.copytree(published["main"], tmp_path / "copy")
+    path = folder / "provenance.json"
+    contents = json.loads(path.read_bytes())
+    change(contents)
+    text = json.dumps({**contents, "seal": UNSEALED})
+    path.write_text(text.replace(UNSEALED, digest_of(text.encode()), 1))
+    publish.main(["--verify", str(folder)])
+    assert said in capsys.readouterr().out
 
 
 def test_it_records_the_models_origin(published):

@@ -393,6 +393,16 @@ def test_a_checkpoint_of_experts_is_published_as_the_library_saves_it(tmp_path):
     assert "model.layers.0.mlp.experts.7.down_proj.weight" in ours
 
 
+def test_weights_behind_a_symbolic_link_are_staged_as_a_file(tmp_path):
+    run = write_run(tmp_path / "x")
+    weights = run / "final/model.safetensors"
+    weights.rename(run / "weights")
+    weights.symlink_to("../weights")
+    (model,) = find_publishable(run, steps=[], milestones=False, final=True)
+    staged = stage(run, model, Publication("me/x", license="mit"), tmp_path / "look/main") / "model.safetensors"
+    assert not staged.is_symlink() and staged.read_bytes() == weights.read_bytes()
+
+
 def test_the_best_checkpoint_has_the_lowest_validation_loss(run):
     (model,) = find_publishable(run, steps=["best"], milestones=False, final=False)
     assert model.step == 4
