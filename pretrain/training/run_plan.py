@@ -74,6 +74,7 @@ KEPT = (
     *("averaging.tail_fraction", "optim.group_learning_rates", "optim.weight_decay", "optim.betas", "optim.eps"),
     *("optim.max_grad_norm", "optim.muon.split_matrices", "optim.muon.qk_clip"),
     *("loss.z_loss", "loss.router_balance", "loss.router_z_loss", "loss.router_bias_rate"),
+    *("checkpoint.keep_every", "checkpoint.keep_best"),
 )
 """Settings recorded in checkpoints, as set by the user, to detect changes when a run continues."""
 
