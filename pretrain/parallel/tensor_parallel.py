@@ -6,6 +6,7 @@ The embedding, head and norms are replicated, and each rank computes the loss fo
 """
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -251,7 +252,10 @@ def split_unit(
         if style in MATRIX_DIMENSION:
             split_linear(module.get_submodule(name), style, mesh)
     if splits_experts and experts:
-        apply_tensor_parallelism(module, mesh, experts)
+        # transformers 5.17 reads the plan from the module.
+        module.tp_plan = experts
+        takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters
+        apply_tensor_parallelism(module, mesh, *([experts] if takes_plan else []))
 
 
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
