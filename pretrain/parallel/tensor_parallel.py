@@ -123,7 +123,9 @@ class TensorParallel(Dimension):
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
     """Returns the model's plan as {pattern for module names in the base model: style}, or {} if it has none."""
-    return dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    plan = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    plan.pop("embed_tokens", None)  # transformers 5.17 adds tied embeddings, which we replicate
+    return plan
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:

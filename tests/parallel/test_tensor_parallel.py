@@ -92,6 +92,13 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
     assert found is None if message is None else message in found
 
 
+def test_a_tied_embedding_in_the_plan_is_replicated():
+    """transformers 5.17 adds it to the plan of each model that ties its embeddings."""
+    config = AutoConfig.for_model("llama", tie_word_embeddings=True)
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    assert plan_problem(config, 2) is None
+
+
 def test_layers_of_different_sizes_are_rejected():
     config = AutoConfig.for_model("gemma3n_text")
     assert "model: gemma3n_text does not support tp: its layers differ in intermediate_size" in plan_problem(config, 2)
