@@ -24,11 +24,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.distributed._functional_collectives import all_gather_single_autograd  # noqa: E402
+from torch.distributed import _functional_collectives as collectives  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 from pretrain.hardware import DTYPES  # noqa: E402
 from pretrain.parallel.context_parallel import to_parts, to_whole  # noqa: E402
+
+# Private, but the only all-gather with autograd. Renamed in torch 2.13.
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function from this process's query, key and value, (B, heads, P, E), to its output, (B, P, heads, E)."""
@@ -57,7 +60,7 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
     parts = dist.get_world_size()
     rank = dist.get_rank()
     sent = torch.stack([key, value]).unflatten(3, (2, -1)).movedim(3, 0)  # (2 chunks, key or value, B, G, P / 2, E)
-    gathered = all_gather_single_autograd(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
+    gathered = all_gather(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
     ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # in chunk order
     key, value = (x.movedim(0, 2).flatten(2, 3) for x in ordered.unbind(1))
     if not attends:

@@ -116,6 +116,12 @@ STRATEGIES = (
 )
 DEFAULT_KERNELS = " with default kernels"
 IN_FP8 = " in fp8"
+OPTIMIZERS = {
+    "muon": ("--optim.name", "muon"),
+    "adamw_8bit": ("--optim.name", "adamw_8bit"),
+    "adafactor in bf16": ("--optim.name", "adafactor", "--optim.stochastic_rounding", "true"),
+}
+"""{optimizer: settings}. The other runs use AdamW."""
 MOST_PROCESSES = 8
 """Maximum number of processes. MODEL has as many heads, and twice as many layers, because pp uses two stages each."""
 FEWEST_PROCESSES = {"fsdp_tp": 4}
@@ -292,6 +298,10 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
         Check("export in plain transformers", runs.check_export),
         Check("train with memory_budget 0.5", runs.check_memory_budget, uncompiled),
         Check("train with fp8", runs.check_fp8, no_fp8 or uncompiled),
+        *(
+            Check(f"train with {name}", partial(runs.check_learns, name.replace(" ", "-"), *settings), uncompiled)
+            for name, settings in OPTIMIZERS.items()
+        ),
         Check("kill -9 with deterministic kernels", runs.check_deterministic, uncompiled),
         *strategy_checks(runs, gpus, uncompiled, no_fp8),
     ]

@@ -336,12 +336,12 @@ export: {{dtype: fp32}}
     def check_single(self) -> Outcome:
         """Checks that a run on one GPU completes and its loss falls."""
         shutil.rmtree(self.folder / REFERENCE, ignore_errors=True)
-        curve = self.reference()
-        first = curve.loss[1]
-        last = curve.loss[STEPS]
-        return Outcome(
-            PASSED if last < first - 0.1 else FAILED, f"loss started at {first:.4f} and ended at {last:.4f}"
-        )
+        return learned(self.reference())
+
+    def check_learns(self, name: str, *settings: str) -> Outcome:
+        """Checks that a run with the default kernels and these settings completes and its loss falls."""
+        curve = self.train(REFERENCE, 1, name, *default_kernels(), *settings)
+        return curve if isinstance(curve, Outcome) else learned(curve)
 
     def check_like_single(self, strategy: str, processes: int, *settings: str, name: str, precision: str) -> Outcome:
         """Checks that the losses match those of `single` within the tolerance of runs.py parity for the precision."""
@@ -372,8 +372,9 @@ export: {{dtype: fp32}}
         return self.check_like_single(REFERENCE, 1, *settings, name="memory-budget", precision=precision)
 
     def check_deterministic(self) -> Outcome:
-        """Checks that `check_kill` also passes for the default kernels with `deterministic: true`."""
-        settings = [*default_kernels(), "--deterministic", "true"]
+        """Checks that `check_kill` also passes for the default kernels and samples with `deterministic: true`."""
+        samples = ["--samples.every_steps", "6", "--samples.top_p", "0.9"]
+        settings = [*default_kernels(), "--deterministic", "true", *samples]
         reference = self.train(REFERENCE, 1, "deterministic", *settings)
         if isinstance(reference, Outcome):
             return reference
@@ -450,6 +451,13 @@ export: {{dtype: fp32}}
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise InputError(f"{arguments[0]} exited with status {done.returncode}", *done.stdout.splitlines()[-3:])
+
+
+def learned(curve: Curve) -> Outcome:
+    """Returns PASSED if the loss falls."""
+    first = curve.loss[1]
+    last = curve.loss[STEPS]
+    return Outcome(PASSED if last < first - 0.1 else FAILED, f"loss started at {first:.4f} and ended at {last:.4f}")
 
 
 def last_words(log: Path) -> str:

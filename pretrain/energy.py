@@ -115,10 +115,12 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """Returns a reader per GPU, or [] if the GPUs have no energy counters.
+    """Returns a reader per GPU, or [] if the GPUs have no energy counters or this process doesn't see all of them.
 
     Volta and newer GPUs count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
     """
+    if torch.cuda.device_count() < count:
+        return []
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -67,16 +67,19 @@ def test_gpu_energy_is_measured_or_estimated_from_ratings(tmp_path, monkeypatch)
     monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: Nvml())
     uuids = [types.SimpleNamespace(uuid="a"), types.SimpleNamespace(uuid="b")]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: uuids[number])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     meter = EnergyMeter(torch.device("cuda"), 2, tmp_path)
     counts.update({b"GPU-a": 6500, b"GPU-b": 250})
     assert (meter.how, meter.joules()) == ("measured by NVML, GPUs only", 1.75)
+    del uuids[1:]  # each process sees only its own GPU
+    assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: 700 W per GPU (rated power)"
 
     def none(name):
         raise OSError(name)
 
     monkeypatch.setattr(energy.ctypes, "CDLL", none)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: 700 W per GPU (rated power)"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of next year")
     unknown = EnergyMeter(torch.device("cuda"), 2, tmp_path)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
@@ -211,6 +212,13 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     """
     routers = routers_of(model)
     config = model.config
+    has_experts = any("experts" in name.split(".") for name, _ in model.named_parameters())
+    if not routers and has_experts and loss.router_balance != 0:
+        raise InputError(
+            f"model: transformers {transformers.__version__} does not declare the routers of {config.model_type}, so "
+            "Groundwork cannot balance its experts; use a newer release, such as 5.23, or loss.router_balance: 0 to "
+            "train without the balancing loss"
+        )
     if loss.router_bias_rate and (problem := bias_problem(config, routers)):
         raise InputError(problem)
     if not routers:

@@ -6,6 +6,7 @@ The embedding, head and norms are replicated, and each rank computes the loss fo
 """
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -122,7 +123,9 @@ class TensorParallel(Dimension):
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
     """Returns the model's plan as {pattern for module names in the base model: style}, or {} if it has none."""
-    return dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    plan = dict(getattr(model_config, "base_model_tp_plan", None) or {})
+    plan.pop("embed_tokens", None)  # transformers 5.17 adds tied embeddings, which we replicate
+    return plan
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -251,7 +254,10 @@ def split_unit(
         if style in MATRIX_DIMENSION:
             split_linear(module.get_submodule(name), style, mesh)
     if splits_experts and experts:
-        apply_tensor_parallelism(module, mesh, experts)
+        # transformers 5.17 reads the plan from the module.
+        module.tp_plan = experts
+        takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters
+        apply_tensor_parallelism(module, mesh, *([experts] if takes_plan else []))
 
 
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:

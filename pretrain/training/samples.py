@@ -93,7 +93,9 @@ def sample_texts(
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
-    device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
+    # On GPUs, torch has no deterministic kernel for top_p's cumulative sum.
+    is_here = strategy.holds_whole_model and not (settings.top_p and torch.are_deterministic_algorithms_enabled())
+    device = strategy.device if is_here else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
         from pretrain.model.pretrained import TensorsInMemory

@@ -199,6 +199,7 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Returns True for an out-of-memory error. On CPUs, torch has no exception class for it."""
+    error = error.__cause__ or error  # torch's pipeline stages raise RuntimeError from the original error
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 

@@ -1,5 +1,6 @@
 """Tensor-parallel plans must cover every matrix of a layer, and unsupported models must be rejected at startup."""
 
+import inspect
 import json
 import time
 from unittest import mock
@@ -29,7 +30,7 @@ from pretrain.parallel.tensor_parallel import (
     tensor_plan_of,
 )
 from pretrain.recipe import read_run_config
-from support.tiny_models import LLAMA, TINY_LLAMA
+from support.tiny_models import LLAMA, TINY_LLAMA, TINY_MOE
 
 register_all()
 
@@ -91,6 +92,13 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
     assert found is None if message is None else message in found
 
 
+def test_a_tied_embedding_in_the_plan_is_replicated():
+    """transformers 5.17 adds it to the plan of each model that ties its embeddings."""
+    config = AutoConfig.for_model("llama", tie_word_embeddings=True)
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    assert plan_problem(config, 2) is None
+
+
 def test_layers_of_different_sizes_are_rejected():
     config = AutoConfig.for_model("gemma3n_text")
     assert "model: gemma3n_text does not support tp: its layers differ in intermediate_size" in plan_problem(config, 2)
@@ -123,6 +131,22 @@ def two_ranks_in_name():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_experts_are_split_with_each_transformers(two_ranks_in_name, monkeypatch, is_older):
+    """5.17 reads the plan from the model."""
+    apply = tensor_parallel.apply_tensor_parallelism
+    if is_older and "tp_plan" in inspect.signature(apply).parameters:
+        older = lambda model, tp_mesh: apply(model, tp_mesh, model.tp_plan)  # noqa: E731
+        monkeypatch.setattr(tensor_parallel, "apply_tensor_parallelism", older)
+    config = AutoConfig.for_model(**TINY_MOE)
+    model = AutoModelForCausalLM.from_config(config)
+    mesh, plan = two_ranks_in_name["tp"], tensor_plan_of(config)
+    split_unit(model, "model.layers.0", plan, mesh, torch.device("cpu"), splits_experts=True)
+    width = TINY_MOE["moe_intermediate_size"]
+    up = model.model.layers[0].mlp.experts.gate_up_proj
+    assert (up.shape[1], up.to_local().shape[1]) == (2 * width, width)
 
 
 def test_layers_need_at_most_half_the_cpu_time_of_dtensors(two_ranks_in_name):

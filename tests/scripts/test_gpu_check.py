@@ -479,7 +479,9 @@ def test_a_loss_that_does_not_fall_is_a_failure(monkeypatch, tmp_path):
     flat = Curve(dict.fromkeys(range(1, 13), 6.9), dict.fromkeys(range(1, 13), 1.0))
     monkeypatch.setattr(Runs, "recipe", lambda runs: runs.folder / "recipe.yaml")
     monkeypatch.setattr(references, "train_under", lambda *_: StrategyOutcome(flat))
-    assert Runs(tmp_path, "cpu").check_single() == Outcome(FAILED, "loss started at 6.9000 and ended at 6.9000")
+    failed = Outcome(FAILED, "loss started at 6.9000 and ended at 6.9000")
+    assert Runs(tmp_path, "cpu").check_single() == failed
+    assert Runs(tmp_path, "cpu").check_learns("muon", "--optim.name", "muon") == failed
 
 
 def write_run(folder, curve, weights=b"weights", resumed=True):

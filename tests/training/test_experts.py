@@ -403,6 +403,17 @@ def test_a_model_without_a_coefficient_needs_one_in_the_recipe(recipe, tmp_path)
     assert "active of" in accepted.stdout and "per active parameter" in accepted.stdout
 
 
+def test_experts_whose_routers_are_not_declared_are_not_silently_unbalanced(monkeypatch):
+    """transformers 5.17 doesn't declare those of deepseek_v3."""
+    config = tiny_config("deepseek_v3")
+    monkeypatch.setattr(routers_module, "_declared", lambda model: [])
+    for given in ({}, {"router_balance": 0.01}, {"router_bias_rate": 0.001}):
+        with pytest.raises(InputError, match=r"does not declare the routers of deepseek_v3.* a newer release"):
+            losses_of(Loss(**given), config)
+    assert losses_of(Loss(router_balance=0), config) == RouterLosses()
+    assert losses_of(Loss(router_balance=0.01), AutoConfig.for_model("gpt2")) == RouterLosses()
+
+
 def test_copies_of_a_model_keep_their_routers():
     model = tiny_model("mixtral")
     followed(model)

@@ -38,17 +38,28 @@ def test_sampling_only_the_most_likely_token_is_greedy(continued):
     assert len({greedy, *sampled}) == 4 and sampled[0] == continued(temperature=2.0)
 
 
-def test_a_text_ends_at_the_last_learned_position(tmp_path):
+def texts_of_gpt2(folder, device, **settings) -> list[tuple[str, str]]:
+    """Samples from an untrained GPT-2 with 16 positions, on a device that holds all weights."""
     values = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
     config = AutoConfig.for_model("gpt2", **values, bos_token_id=None, eos_token_id=None)
     group = TensorGroup.of(dict(AutoModelForCausalLM.from_config(config).named_parameters()))
     strategy = SimpleNamespace(
-        model_tensors=lambda: group, ranks=Ranks(), holds_whole_model=True, device=torch.device("cpu")
+        model_tensors=lambda: group, ranks=Ranks(), holds_whole_model=True, device=torch.device(device)
     )
-    settings = Samples(prompts=["a", "a" * 200], max_new_tokens=40, every_steps=1)
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    (short, long) = sample_texts(strategy, config, tokenizer, settings, seed=0, beat=lambda: None)
+    settings = Samples(**settings, max_new_tokens=40, every_steps=1)
+    return sample_texts(strategy, config, write_tokenizer(folder), settings, seed=0, beat=lambda: None)
+
+
+def test_a_text_ends_at_the_last_learned_position(tmp_path):
+    (short, long) = texts_of_gpt2(tmp_path / "tokenizer", "cpu", prompts=["a", "a" * 200])
     assert short[1].startswith("a") and long[1].endswith("[too long for the model's 16 positions]")
+
+
+def test_deterministic_runs_sample_on_the_cpu_if_a_gpu_has_no_kernel(tmp_path, monkeypatch):
+    """Needs no GPU, because nothing may be moved to it. torch lists cumsum, which top_p needs."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    ((_, text),) = texts_of_gpt2(tmp_path / "tokenizer", "cuda", prompts=["a"], top_p=0.9)
+    assert text.startswith("a")
 
 
 @torch.no_grad()

@@ -115,7 +115,10 @@ def test_a_folder_belongs_to_one_process(tmp_path):
 
 
 def test_out_of_memory_advice_has_numbers_and_strategies(tmp_path, monkeypatch):
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and not is_out_of_memory(RuntimeError("x"))
+    error, wrapped = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("stage 0 failed to run forward")
+    assert is_out_of_memory(error) and not is_out_of_memory(wrapped)
+    wrapped.__cause__ = error  # as in torch's pipeline stages
+    assert is_out_of_memory(wrapped)
     (tmp_path / "tiny.json").write_text(json.dumps(TINY_LLAMA))
     recipe = {
         "model": str(tmp_path / "tiny.json"), "output": "o", "compile": "none", "precision": "fp32",
