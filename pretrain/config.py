@@ -556,7 +556,7 @@ class Guard(Section):
     """Report if throughput is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
     """A micro-step or update that takes longer counts as a hang. The run writes the stack traces of all processes
-    and exits so that it can be restarted."""
+    and exits so that it can be restarted. On GPUs, NCCL ends processes that wait for another one for 10 minutes."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
     """Timeout for the first step, which includes compiling kernels."""
     replica_check_every_steps: Count = 1000

@@ -54,12 +54,6 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def wait_until_free(path: Path) -> None:
-    """Waits until no process holds a file locked by `hold_while_open`."""
-    with suppress(OSError), open(path, "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def _acquire(path: Path, silence_seconds: float | None) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -129,27 +129,6 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
         raise UnreachableError(5, reason_of(error), shown(url)) from error
 
 
-def find_urls(pattern: str) -> list[str]:
-    """Returns the files that match a URL with `*` and `**`, sorted. Raises InputError if listing fails."""
-    system, path = file_system(pattern)
-    try:
-        if "*" not in path:
-            return [pattern] if system.info(path).get("type") != "directory" else []
-        found = system.glob(path, detail=True)
-    except FileNotFoundError as error:
-        # Over HTTP, fsspec also raises it if the server refuses or doesn't respond.
-        cause = error.__cause__
-        if not isinstance(cause, OSError) and getattr(cause, "status", 404) in (404, 410):
-            return []
-        raise InputError(
-            f"--input {shown(pattern)}: cannot be reached: {reason_of(cause)}; run the same command again once the "
-            "server responds, or correct the address"
-        ) from None
-    except Exception as error:
-        raise InputError(f"--input {shown(pattern)}: cannot be listed: {reason_of(error)}") from None
-    return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
-
-
 def size_of(path: str) -> int:
     """Returns a file's size in bytes, or 0 if the server doesn't report it. Raises OSError if it is unreadable."""
     if not is_url(path):

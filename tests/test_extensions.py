@@ -169,7 +169,8 @@ def test_zero_rejects_scalars_that_differ_between_parameters(extended, tmp_path)
 def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
-    changed = ("--loss.terms.some_tokens.coefficient", "1", "--optim.max_grad_norm", "0.5", "--checkpoint.keep_best", "1")
+    changed = ("--loss.terms.some_tokens.coefficient", "1", "--optim.max_grad_norm", "0.5")
+    changed += ("--checkpoint.keep_best", "1")
     told = run_script("train.py", "--config", extended, *changed).stdout
     assert "  optim.max_grad_norm: 1.0 until now, 0.5 from here on" in told
     assert "  checkpoint.keep_best: 0 until now, 1 from here on" in told, "keeping fewer deletes checkpoints"

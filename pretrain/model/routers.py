@@ -212,20 +212,19 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     """
     routers = routers_of(model)
     config = model.config
-    has_experts = any("experts" in name.split(".") for name, _ in model.named_parameters())
-    if not routers and has_experts and loss.router_balance != 0:
-        raise InputError(
-            f"model: transformers {transformers.__version__} does not declare the routers of {config.model_type}, so "
-            "Groundwork cannot balance its experts; use a newer release, such as 5.23, or loss.router_balance: 0 to "
-            "train without the balancing loss"
-        )
     if loss.router_bias_rate and (problem := bias_problem(config, routers)):
         raise InputError(problem)
     if not routers:
-        if loss.router_balance or loss.router_z_loss:
+        has_experts = any("experts" in name.split(".") for name, _ in model.named_parameters())
+        if loss.router_balance or loss.router_z_loss or (has_experts and loss.router_balance is None):
+            remedy = (
+                f"use a newer transformers than {transformers.__version__}, such as 5.23, declare the routers of your "
+                "own model with _can_record_outputs (see docs/own_code.md), or train without these losses "
+                "(loss.router_balance: 0)"
+            )
             raise InputError(
-                f"loss.router_balance, loss.router_z_loss: {config.model_type} has no routers; omit both, or declare "
-                "the routers of your own MoE model with _can_record_outputs (see docs/own_code.md)"
+                f"model: {config.model_type} declares no routers, which loss.router_balance and loss.router_z_loss "
+                f"need; {remedy if has_experts else 'omit both'}"
             )
         return RouterLosses()
     problems = Problems()

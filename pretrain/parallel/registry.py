@@ -86,14 +86,3 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
     if problems:
         raise InputError(*problems)
     return strategy_named(name)
-
-
-def evaluation_strategy() -> Strategy:
-    """Builds the strategy for scripts that don't train. Raises InputError unless it is `single` or `ddp`."""
-    name = launched_strategy()
-    if name not in ("single", "ddp"):
-        raise InputError(
-            f"launcher: {name} can only be used for training; use accelerate_configs/single.yaml or ddp.yaml, which "
-            "can read checkpoints from any strategy"
-        )
-    return Strategy("fp32")

@@ -21,7 +21,7 @@ from pretrain.errors import InputError, Problems, one_line, shortened
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import load_pretrained
-from pretrain.parallel.registry import evaluation_strategy
+from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.registry import TASKS, digest_of
 from pretrain.training.background_jobs import numbers_of
@@ -105,6 +105,17 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         if arguments.output:
             print(f"All results were written to {arguments.output}.")
     return evaluations, strategy
+
+
+def evaluation_strategy() -> Strategy:
+    """Builds the strategy for scripts that don't train. Raises InputError unless it is `single` or `ddp`."""
+    name = launched_strategy()
+    if name not in ("single", "ddp"):
+        raise InputError(
+            f"launcher: {name} can only be used for training; use accelerate_configs/single.yaml or ddp.yaml, which "
+            "can read checkpoints from any strategy"
+        )
+    return Strategy("fp32")
 
 
 def track(evaluation: ModelResults) -> None:

@@ -1,17 +1,18 @@
 """Implements publish.py: publishes models and verifies published folders."""
 
+import fcntl
 import shutil
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
 from pretrain.files import SIGNATURE_FILE, delete
-from pretrain.processes import folder_lock, is_held, wait_until_free
+from pretrain.processes import folder_lock, is_held
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
 from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, output_problem, read_config, setting
 from pretrain_tools.publishing.facts import Publication, gaps_in_records
@@ -155,6 +156,12 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
             print(f"{model.revision}: waiting for evaluation scores (see {log})", flush=True)
             wait_until_free(log)
             publish_model(arguments, model, staging, url)
+
+
+def wait_until_free(path: Path) -> None:
+    """Waits until no process holds a file locked by `processes.hold_while_open`."""
+    with suppress(OSError), open(path, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:

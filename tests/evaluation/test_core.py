@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
-from pretrain.parallel.registry import evaluation_strategy
+from pretrain_tools.evaluation.evaluate import evaluation_strategy
 from pretrain_tools.evaluation.lm_harness import score_tasks, select_tasks
 from pretrain_tools.evaluation.task_names import CORE_SHOTS, SMALL_TASKS, core_tasks
 from support.model_folders import save_tiny

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.files import is_url, shown
 from pretrain.registry import FORMATS
-from pretrain.urls import find_urls, fingerprint, open_file, size_of
+from pretrain.urls import file_system, fingerprint, open_file, reason_of, size_of
 from pretrain_tools.preparation.documents import (
     archives,  # noqa: F401 registers its format
     containers,
@@ -136,6 +136,27 @@ def files_matching(pattern: str) -> list[str]:
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
     root = drive + os.sep if steps.startswith(os.sep) else drive
     return [path for path in _matching(root, [s for s in steps.split(os.sep) if s]) if os.path.isfile(path)]
+
+
+def find_urls(pattern: str) -> list[str]:
+    """Returns the files that match a URL with `*` and `**`, sorted. Raises InputError if listing fails."""
+    system, path = file_system(pattern)
+    try:
+        if "*" not in path:
+            return [pattern] if system.info(path).get("type") != "directory" else []
+        found = system.glob(path, detail=True)
+    except FileNotFoundError as error:
+        # Over HTTP, fsspec also raises it if the server refuses or doesn't respond.
+        cause = error.__cause__
+        if not isinstance(cause, OSError) and getattr(cause, "status", 404) in (404, 410):
+            return []
+        raise InputError(
+            f"--input {shown(pattern)}: cannot be reached: {reason_of(cause)}; run the same command again once the "
+            "server responds, or correct the address"
+        ) from None
+    except Exception as error:
+        raise InputError(f"--input {shown(pattern)}: cannot be listed: {reason_of(error)}") from None
+    return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
 
 
 def _matching(folder: str, steps: list[str]) -> Iterator[str]:
