@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain.errors import InputError
-from pretrain.processes import signal_tree
+from pretrain_tools.runs.child_processes import signal_tree
 
 POLL_SECONDS = 0.02
 START_SECONDS = 600

@@ -17,7 +17,6 @@ from typing import Any
 
 from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
 from pretrain.errors import InputError, shortened
-from pretrain.processes import signal_tree
 from pretrain.runs.event_log import read_metrics
 from pretrain_tools.experiments.parity import (
     REFERENCE,
@@ -28,6 +27,7 @@ from pretrain_tools.experiments.parity import (
     read_curve,
     train_under,
 )
+from pretrain_tools.runs.child_processes import signal_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = "passed"

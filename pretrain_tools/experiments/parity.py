@@ -30,7 +30,7 @@ from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.launcher import python_path
 from pretrain.parallel.strategy import device_type
-from pretrain.processes import signal_tree, status_after
+from pretrain.processes import status_after
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
@@ -39,6 +39,7 @@ from pretrain.units import counted, table
 from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
+from pretrain_tools.runs.child_processes import signal_tree
 
 REFERENCE = "single"
 SCRIPT = str(ROOT / "train.py")

@@ -25,10 +25,11 @@ from pretrain.config import RunConfig
 from pretrain.errors import EXIT_NUMERIC
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held, signals_passed_on, status_after
+from pretrain.processes import hold_while_open, is_held, status_after
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_folders
+from pretrain_tools.runs.child_processes import signals_passed_on
 from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import History, end_of, is_number
 

@@ -28,7 +28,7 @@ from pretrain.files import ROOT, shown
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.processes import signals_passed_on, status_after
+from pretrain.processes import status_after
 from pretrain.recipe import read_command_line
 from pretrain.runs.run_folder import read_json
 from pretrain.units import bytes_text, counted, duration_text
@@ -42,6 +42,7 @@ from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
 from pretrain_tools.preparation.documents.sources import Files, expected_bytes
 from pretrain_tools.preparation.plan import source_differences
 from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
+from pretrain_tools.runs.child_processes import signals_passed_on
 
 SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000

@@ -11,4 +11,5 @@ pretrain.runs.control.
     commands: sends commands to a live run
     step_documents: shows a step's training documents
     merge: averages several models
+    child_processes: sends signals to child processes
 """
