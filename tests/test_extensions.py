@@ -345,17 +345,34 @@ def test_an_undeclared_use_of_the_embedding_is_rejected():
         seen.embedding(nothing)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
-def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypatch):
+@pytest.fixture
+def loss_of_term(monkeypatch):
+    """Returns a function that computes the loss of a term with this value."""
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
-    monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
-    terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
-    ids = torch.zeros(2, 3, dtype=torch.long)
-    model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
+
+    def loss_of_term(value, **options):
+        monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
+        terms = loss_terms.LossTerms(Loss(terms={"plain": options}), PreTrainedConfig(), seed=0, dtype=torch.float32)
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
+        return terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
+
+    return loss_of_term
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
+def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, loss_of_term):
     with pytest.raises(
         InputError, match=r"loss.terms.plain: must return .* of shape \(2, 3\) with one value per token"
     ):
-        terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
+        loss_of_term(value)
+
+
+def test_a_term_without_a_gradient_is_refused(loss_of_term):
+    with pytest.raises(InputError, match="the result has no gradient, so it doesn't affect training"):
+        loss_of_term(torch.ones(2, 3))
+    assert loss_of_term(torch.zeros(2, 3)) == 0, "as for a micro-batch without matching tokens"
+    assert loss_of_term(torch.ones(2, 3), coefficient=0) == 0, "only logged"
 
 
 def test_a_terms_logits_are_capped_like_the_models():

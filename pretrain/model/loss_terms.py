@@ -206,9 +206,7 @@ class LossTerms:
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
         # Micro-batches have the same number of tokens, so the mean of their means is the step's mean.
-        means = [
-            _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
-        ]
+        means = [_of_tokens(name, term, seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()]
         known = torch.stack([*(mean.detach() for mean in means), torch.ones_like(means[0].detach())]).double()
         self._sums = known if self._sums is None else self._sums + known
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
@@ -228,9 +226,16 @@ class LossTerms:
         return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True) if count}
 
 
-def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
-    """Validates a term's result. Raises InputError unless it's a scalar tensor or has one value per token."""
+def _of_tokens(name: str, term: LossTerm, seen: Seen) -> Tensor:
+    """Computes a term. Raises InputError unless it's a scalar tensor or has one value per token, with a gradient."""
+    value = term(seen)
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
+        # A micro-batch without matching tokens may have a constant 0.
+        if term.options.coefficient and not value.requires_grad and value.any():
+            raise InputError(
+                f"loss.terms.{name}: the result has no gradient, so it doesn't affect training; compute it without "
+                "detach() and no_grad(), or set coefficient: 0 to only log it"
+            )
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
