@@ -66,7 +66,7 @@ test-strategies: .venv/requirements-dev .venv/gpu/requirements
 		tests/data/test_dispatch.py tests/scripts/test_gpu_check.py; status=$$?; \
 	PYTHONPATH=.venv/gpu STRATEGIES=all $(BIN)/python -m pytest tests/planning/test_step_memory.py -k fp8 && exit $$status
 
-# Injects every fault in docs/faults.md: kills at 200 points during a save, 20 kills with each of five strategies, and
+# Injects every fault in docs/faults.md: kills at 200 points during a save, 20 kills with each of six strategies, and
 # an hour of simulated spot machines. Then tries 900 mutated recipes, model JSONs and command lines. At the end, prints
 # a table of the faults and their outcomes. Takes about 40 minutes.
 test-faults: .venv/requirements-dev

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--milestones", action="store_true", help="publish all checkpoints kept by checkpoint.keep_every")
     add("--final", action="store_true", help="publish final/ as main (default)")
-    add("--private", action="store_true", help="make the repository private [from the recipe; otherwise public]")
+    add("--private", action="store_true", help="make the repository private [hub.private for the recipe's repository]")
     add("--license", metavar="ID", help="Hub license ID, such as apache-2.0 [from the recipe]")
     add(
         "--language",

@@ -294,7 +294,8 @@ class Batch(Section):
     """Batch size warmup. null: use the full batch size from the first step."""
     no_sync: bool = False
     """Keep gradients unsharded and reduce them once per step instead of after every micro-step. Needs 4 bytes per
-    parameter. Applies to fsdp2, hsdp, cp and, in fp32, ZeRO-2 and ZeRO-3; the others always reduce once per step."""
+    parameter. Applies to strategies that shard with FSDP2 and, in fp32, to ZeRO-2 and ZeRO-3; the others always reduce
+    once per step."""
 
     @property
     def ramp_levels(self) -> int:

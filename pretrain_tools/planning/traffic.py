@@ -243,5 +243,6 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
         return 0.0
     seconds = 28 * parameters / layout.machines / CPU_ADAM_BYTES_PER_SECOND
     if offload["device"] == "nvme":
-        seconds += 2 * 12 * parameters / layout.machines / NVME_BYTES_PER_SECOND
+        # fp32 weights, their gradients and AdamW's states
+        seconds += 2 * 16 * parameters / layout.machines / NVME_BYTES_PER_SECOND
     return seconds

@@ -39,8 +39,8 @@ def open_repository(repository: str, *, private: bool) -> str:
         # create_repo doesn't change the visibility of an existing repository.
         if private and not api.model_info(repository).private:
             raise InputError(
-                f"{repository} already exists and is public; make it private in its settings on the Hub, or publish "
-                "without --private"
+                f"{repository} already exists and is public; make it private in its settings on the Hub, publish "
+                "without --private, or set hub.private: false in the recipe and in the run's config.yaml"
             )
     return str(url)
 

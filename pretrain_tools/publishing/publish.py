@@ -84,7 +84,9 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         config = read_config(arguments.run)
         language = arguments.language or setting(config, "publish.language") or []
         arguments.repo = arguments.repo or setting(config, "hub.repository")
-        arguments.private = arguments.private or bool(setting(config, "hub.private"))
+        # hub.private is true in every run's config.yaml unless the recipe sets it, even without a repository.
+        is_from_recipe = arguments.repo == setting(config, "hub.repository")
+        arguments.private = arguments.private or (is_from_recipe and bool(setting(config, "hub.private")))
         arguments.license = arguments.license or setting(config, "publish.license")
         arguments.language = [language] if isinstance(language, str) else list(language)
         arguments.dtype = setting(config, "export.dtype")

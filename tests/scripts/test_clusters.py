@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from pretrain import errors
 from pretrain.recipe import read_command_line
+from pretrain.training.run_plan import sequences_of
 from support.cluster_schemas import JOBSET, SKYPILOT
 from support.pages import commands_in
 from support.project import ROOT, run_script
@@ -53,6 +54,7 @@ def test_skypilot_restarts_only_resumable_runs():
     own, recipe = read_launch(task["run"], **machine, SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", **task["envs"])
     assert (own.num_processes, own.machine_rank, own.main_process_ip) == (16, 1, "10.0.0.1")
     assert recipe.checkpoint.mirror == task["envs"]["MIRROR"]
+    sequences_of(recipe, int(task["resources"]["accelerators"].partition(":")[2]) * task["num_nodes"])
     assert subprocess.run(["bash", "-n", "-c", task["setup"]]).returncode == 0
 
 
@@ -78,6 +80,7 @@ def test_kubernetes_starts_all_machines_again_or_none(file, machines):
     name = jobset["metadata"]["name"]
     assert own.main_process_ip == f"{name}-{job['name']}-0-0.{name}", "the main process must be the first pod"
     assert (own.num_machines, own.num_processes) == (machines, 8 * machines)
+    sequences_of(recipe, own.num_processes)
     assert recipe.checkpoint.mirror == variables["MIRROR"]
     assert pod["terminationGracePeriodSeconds"] >= recipe.checkpoint.mirror_wait_seconds
 

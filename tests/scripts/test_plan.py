@@ -595,6 +595,11 @@ def test_the_page_is_readable_when_piped(recipe, printed):
     assert str(ROOT) not in text
 
 
+def test_offload_to_disk_reads_and_writes_weights_gradients_and_states(plan):
+    on_disk, in_memory = (candidate(plan, f"zero3_offload{disk}").time.on_host for disk in ("_nvme", ""))
+    assert on_disk - in_memory == pytest.approx(2 * (4 + 4 + 8) * plan.work.sizes.total / 5e9)
+
+
 def test_untested_optimizers_are_rejected_with_disk_offload(recipe):
     found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload_nvme")
     assert any(

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import publish
 from pretrain.checkpoint import tensor_files
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.files import commit
 from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
@@ -32,7 +32,7 @@ from pretrain.training.background_jobs import resume_publishing, start_publishin
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError
-from pretrain_tools.publishing.publish import retry
+from pretrain_tools.publishing.publish import models_to_publish, retry
 from pretrain_tools.publishing.staging import checkpoint_model, find_publishable, stage
 from pretrain_tools.runs.history import append_events
 from support.hub_server import TOKEN, running_hub
@@ -346,6 +346,15 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     assert problem.startswith("--output s3://b/dry: must be a local path")
     (problem,) = refusal("--run", run, "--dry_run", "--output", run / "config.yaml/dry")
     assert "config.yaml is not a folder but a file; use another name" in problem
+
+
+@pytest.mark.parametrize(("repository", "is_private"), [(None, False), ("me/checkpoints", False), ("me/x", True)])
+def test_only_the_repository_in_the_recipe_is_private_by_default(repository, is_private, tmp_path, logged_out):
+    run = write_run(tmp_path / "x", steps=(4,), hub={"repository": repository, "private": True})
+    words = ["--run", str(run), "--repo", "me/x", *OFFER, "--dry_run", "--output", str(tmp_path / "dry")]
+    arguments, problems = publish.read_arguments(words)
+    models_to_publish(arguments, Problems(problems))
+    assert arguments.private == is_private
 
 
 def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):

@@ -13,12 +13,13 @@ from pretrain.gpus import GIB
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
-from pretrain.recipe import pair_up, read_run_config
-from pretrain.training.run_plan import derive
+from pretrain.recipe import pair_up, read_command_line, read_run_config
+from pretrain.training.run_plan import derive, sequences_of
 from pretrain.training.validation import open_validation
 from pretrain.units import bytes_text
 from pretrain_tools.planning import memory, report
 from pretrain_tools.planning.activations import Activations, Line
+from support.pages import PAGES, commands_in
 from support.project import ROOT, run_script
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -75,6 +76,21 @@ def test_the_check_itself_says_that_a_recipe_can_run(shards, tmp_path):
     overrides = [word for key, value in stand_ins("smollm_corpus", shards, tmp_path) for word in (f"--{key}", value)]
     result = run_script("train.py", "--config", "recipes/smollm_corpus.yaml", "--check", *overrides)
     assert "this run can start" in result.stdout
+
+
+LAUNCH = re.compile(r"(?:num_processes|nproc_per_node) (\d+) .*\btrain\.py (--config (\S+).*)")
+SHARING = re.compile(r"(tp|cp|mesh)\.yaml")
+"""Accelerate configs whose processes share sequences."""
+
+
+def test_a_recipes_batch_divides_among_the_processes_of_every_command(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = [command.text for page in PAGES for command in commands_in(page.name, page.read_text())]
+    launches = [LAUNCH.search(text) for text in commands if not SHARING.search(text)]
+    shipped = [found for found in launches if found and (ROOT / found[3]).exists()]
+    assert {"recipes/demo.yaml", "recipes/llama_125m.yaml", "recipes/llama_1b.yaml"} <= {found[3] for found in shipped}
+    for processes, arguments, _ in (found.groups() for found in shipped):
+        sequences_of(read_command_line(shlex.split(arguments), "").config, int(processes))
 
 
 def preparations_in(text: str) -> dict[str, tuple[str, int]]:
