@@ -107,6 +107,12 @@ def test_data_that_runs_out_is_rejected_with_numbers(tmp_path):
         batches_of(source, steps=100)
 
 
+def test_a_huge_max_epochs_is_no_limit(tmp_path):
+    source = {"shards": write_shards(tmp_path / "a", 900)}
+    located = [batches_of(source | limit).locate(0, 400) for limit in ({}, {"max_epochs": 1e30})]
+    assert located[0] == located[1]
+
+
 def test_a_curriculum_changes_the_mixture_at_the_boundary(tmp_path):
     easy, hard = write_shards(tmp_path / "easy", 900), write_shards(tmp_path / "hard", 900)
     stages = [{"until": "25%", "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
