@@ -164,7 +164,7 @@ class Batches:
         """{(rank, ranks, sequences): first samples of the micro-batches being prefetched, and of those after them}."""
         self.manifest = next(iter(self.readers.values())).manifest
         """The first source's manifest. All sources have the same tokenizer."""
-        self.dtype = np.dtype(self.manifest.dtype)
+        self.dtype = np.result_type(*(reader.manifest.dtype for reader in self.readers.values()))
         self.vocabulary_size = self.manifest.vocabulary_size
         self.end_of_document_id = self.manifest.end_of_document_id
         self._transform = None

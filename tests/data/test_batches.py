@@ -231,6 +231,15 @@ def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
             batches.read(step, 0, 0, ranks=1, sequences=4)
 
 
+def test_a_mixture_of_two_dtypes_keeps_large_ids(tmp_path):
+    narrow, wide = (write_shards(tmp_path / name, 900, vocabulary=100_000) for name in ("narrow", "wide"))
+    manifest = json.loads((wide / "manifest.json").read_text()) | {"dtype": "uint32"}
+    (wide / "manifest.json").write_text(json.dumps(manifest))
+    np.full(900, 70_000, "<u4").tofile(wide / "train-00000.bin")
+    ids = batches_of({"shards": narrow}, {"shards": wide}).read(0, 0, 0, ranks=1, sequences=4)
+    assert {int(row[0]) for row in ids if row[0] == row[1]} == {70_000}
+
+
 def two_lengths(folder, until="50%"):
     return [
         {"until": until, "train": [{"shards": folder}]},
