@@ -277,7 +277,7 @@ class Batches:
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
         """Raises InputError with the bad ID and its position."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
-        source, start = self.locate(first_sample + row, 1)[0]
+        source, start = self.locate(first_sample, row + 1)[row]
         pieces = self.pieces(source, start, ids.shape[1] - 1)
         places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(

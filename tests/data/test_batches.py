@@ -277,6 +277,14 @@ def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
     assert batches.epochs_at(10) == {str(folder): 2.0}
 
 
+def test_an_id_outside_the_vocabulary_is_found_in_longer_sequences(tmp_path):
+    folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
+    batches = batches_of(stages=two_lengths(folder), steps=2, sequences=40)
+    batches.vocabulary_size = 36 * LENGTH + 1  # only the last of the ten long windows contains larger IDs
+    with pytest.raises(InputError, match=f"training tokens {36 * LENGTH} to {40 * LENGTH + 1} contain ID"):
+        batches.read(1, 0, 0, ranks=1, sequences=10)
+
+
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])
 @pytest.mark.parametrize("skipped", [[], [(8, 8)], [(36, 8)], [(44, 8), (56, 16)]])
 def test_stages_with_another_length_start_with_a_step(tmp_path, ramp_from, skipped):
