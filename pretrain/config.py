@@ -529,8 +529,8 @@ class Checkpoint(Cadence):
 class Guard(Section):
     """Detects bad steps and hangs, and reacts to them; see docs/failures.md."""
 
-    loss_window: Count = 128
-    """Number of recent losses in the reference mean."""
+    loss_window: Annotated[Count, Field(ge=8)] = 128
+    """Number of recent losses in the reference mean. spike_sigma needs at least 64."""
     spike_warn_factor: FactorAboveOne = 2.0
     """Report a loss above this multiple of the mean as a spike."""
     spike_factor: FactorAboveOne = 3.0

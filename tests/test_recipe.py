@@ -127,6 +127,7 @@ def test_all_problems_are_reported_at_once(recipe):
         ("optim.max_grad_norm", "0", "greater than 0 (got 0)"),
         ("optim.warmup_steps", "2.5", "valid integer"),
         ("data.sequence_length", "-4", "greater than or equal to 1 (got -4)"),
+        ("guard.loss_window", "7", "greater than or equal to 8 (got 7)"),
         ("budget.tokens", "many", "got 'many'"),
         ("optim.stochastic_rounding", "true", "stochastic_rounding requires name: adafactor (got adamw)"),
         ("data.train", "[]", "at least 1 item"),
