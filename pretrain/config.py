@@ -444,7 +444,7 @@ class Cadence(Section):
     """Interval in steps. If neither this nor every_tokens is set, validation and checkpoints happen only at the end of
     the run, and samples and benchmarks don't run."""
     every_tokens: Count | None = None
-    """Interval in training tokens. Use it instead of every_steps."""
+    """Interval in training tokens, converted to steps of the full batch size. Use it instead of every_steps."""
 
     @property
     def is_set(self) -> bool:
@@ -716,7 +716,7 @@ class RunConfig(Section):
     logging: Logging = Logging()
     guard: Guard = Guard()
     interval_scale: PositiveFloat = 1.0
-    """Multiplier for logging, validation and checkpoint intervals."""
+    """Multiplier for the intervals of logging, validation, checkpoints, samples, diagnostics and benchmarks."""
     energy: Energy = Energy()
     export: Export = Export()
     publish: Publish = Publish()
