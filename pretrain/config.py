@@ -510,7 +510,7 @@ class Checkpoint(Cadence):
     keep_last: Count = 3
     """Number of most recent checkpoints to keep."""
     keep_best: CountFromZero = 0
-    """Number of checkpoints with the lowest validation loss to keep."""
+    """Number of checkpoints with the lowest validation loss to keep, among those saved at a step with a validation."""
     keep_every: Count | None = None
     """Never delete checkpoints at multiples of this many steps."""
     stop_at_step: Count | None = None
