@@ -445,7 +445,7 @@ class Cadence(Section):
     """Interval in steps. If neither this nor every_tokens is set, validation and checkpoints happen only at the end of
     the run, and samples and benchmarks don't run."""
     every_tokens: Count | None = None
-    """Interval in training tokens. Use it instead of every_steps."""
+    """Interval in training tokens, converted to steps of the full batch size. Use it instead of every_steps."""
 
     @property
     def is_set(self) -> bool:
@@ -511,7 +511,7 @@ class Checkpoint(Cadence):
     keep_last: Count = 3
     """Number of most recent checkpoints to keep."""
     keep_best: CountFromZero = 0
-    """Number of checkpoints with the lowest validation loss to keep."""
+    """Number of checkpoints with the lowest validation loss to keep, among those saved at a step with a validation."""
     keep_every: Count | None = None
     """Never delete checkpoints at multiples of this many steps."""
     stop_at_step: Count | None = None
@@ -530,8 +530,8 @@ class Checkpoint(Cadence):
 class Guard(Section):
     """Detects bad steps and hangs, and reacts to them; see docs/failures.md."""
 
-    loss_window: Count = 128
-    """Number of recent losses in the reference mean."""
+    loss_window: Annotated[Count, Field(ge=8)] = 128
+    """Number of recent losses in the reference mean. spike_sigma needs at least 64."""
     spike_warn_factor: FactorAboveOne = 2.0
     """Report a loss above this multiple of the mean as a spike."""
     spike_factor: FactorAboveOne = 3.0
@@ -717,7 +717,7 @@ class RunConfig(Section):
     logging: Logging = Logging()
     guard: Guard = Guard()
     interval_scale: PositiveFloat = 1.0
-    """Multiplier for logging, validation and checkpoint intervals."""
+    """Multiplier for the intervals of logging, validation, checkpoints, samples, diagnostics and benchmarks."""
     energy: Energy = Energy()
     export: Export = Export()
     publish: Publish = Publish()

@@ -14,7 +14,9 @@ def parse_count(value: Any, thousand: int = 1000) -> Any:
         return int(value)
     if isinstance(value, str) and (match := COUNT.match(value.strip())):
         unit = "k" if match[2] == "K" else match[2]
-        number = float(match[1].replace("_", "")) * ({**UNITS, "k": thousand}[unit] if unit else 1)
+        factor = {**UNITS, "k": thousand}[unit] if unit else 1
+        # Rounded, because 1.07 * 10**9 is 1070000000.0000001.
+        number = float(f"{float(match[1].replace('_', '')) * factor:.15g}")
         if number.is_integer():
             return int(number)
     return value

@@ -18,6 +18,7 @@ from pretrain.recipe import (
     read_run_config,
     sections_in,
 )
+from pretrain.units import UNITS, parse_count
 
 RECIPE = """
 model: model_configs/llama_30m.json
@@ -41,6 +42,13 @@ def problems_of(path, *overrides):
     with pytest.raises(InputError) as caught:
         read_run_config(path, list(overrides))
     return caught.value.problems
+
+
+def test_counts_with_decimals_are_exact():
+    for hundredths in range(1, 10_000):
+        for unit, size in UNITS.items():
+            assert parse_count(f"{hundredths / 100:.2f}{unit}") == hundredths * size // 100
+    assert (parse_count("1.0001k"), parse_count("2k", 1024), parse_count("1_000")) == ("1.0001k", 2048, 1000)
 
 
 def test_activations_are_recomputed_by_a_word_a_share_or_a_budget(recipe):
@@ -119,6 +127,7 @@ def test_all_problems_are_reported_at_once(recipe):
         ("optim.max_grad_norm", "0", "greater than 0 (got 0)"),
         ("optim.warmup_steps", "2.5", "valid integer"),
         ("data.sequence_length", "-4", "greater than or equal to 1 (got -4)"),
+        ("guard.loss_window", "7", "greater than or equal to 8 (got 7)"),
         ("budget.tokens", "many", "got 'many'"),
         ("optim.stochastic_rounding", "true", "stochastic_rounding requires name: adafactor (got adamw)"),
         ("data.train", "[]", "at least 1 item"),

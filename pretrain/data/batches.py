@@ -164,7 +164,7 @@ class Batches:
         """{(rank, ranks, sequences): first samples of the micro-batches being prefetched, and of those after them}."""
         self.manifest = next(iter(self.readers.values())).manifest
         """The first source's manifest. All sources have the same tokenizer."""
-        self.dtype = np.dtype(self.manifest.dtype)
+        self.dtype = np.result_type(*(reader.manifest.dtype for reader in self.readers.values()))
         self.vocabulary_size = self.manifest.vocabulary_size
         self.end_of_document_id = self.manifest.end_of_document_id
         self._transform = None
@@ -277,7 +277,7 @@ class Batches:
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
         """Raises InputError with the bad ID and its position."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
-        source, start = self.locate(first_sample + row, 1)[0]
+        source, start = self.locate(first_sample, row + 1)[row]
         pieces = self.pieces(source, start, ids.shape[1] - 1)
         places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(
@@ -306,7 +306,7 @@ class Batches:
         source = np.empty(count, np.int64)
         start = np.empty(count, np.int64)
         for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
-            end = self._starts[number + 1] if number + 1 < len(self._starts) else np.iinfo(np.int64).max
+            end = self._starts[number + 1] if number + 1 < len(self._starts) else np.inf
             here = (samples >= self._starts[number]) & (samples < end)
             segment = self.segments[number]
             source[here], draw = segment.locate(samples[here])
@@ -469,18 +469,18 @@ class Batches:
                 drawn = segment.drawn_until(sample)
         return segments
 
-    def _segment(self, sources: list[Source], length: int, sample: int, drawn: Drawn) -> tuple[Segment, int] | None:
+    def _segment(self, sources: list[Source], length: int, sample: int, drawn: Drawn) -> tuple[Segment, float] | None:
         """Returns the segment that begins at `sample`, and the number of windows until one of its sources is used up.
 
         Returns None if all sources are used up.
         """
         weights = np.zeros(len(self.folders))
-        left = np.full(len(self.folders), np.iinfo(np.int64).max)
+        left = np.full(len(self.folders), np.inf)
         for source in sources:
             number = self.folders.index(str(source.shards))
             if source.max_epochs is not None:
                 epochs = source.max_epochs - self._epochs(drawn, without=length)[number]
-                left[number] = int(epochs * self._windows_per_epoch[length][number]) - drawn[length][number]
+                left[number] = np.floor(epochs * self._windows_per_epoch[length][number]) - drawn[length][number]
             weights[number] = source.weight if left[number] > 0 else 0.0
         if not weights.any():
             return None
@@ -489,9 +489,9 @@ class Batches:
         # Not one count per position and source: with 200 sources, each segment would take 16 MB.
         earlier = np.empty_like(pattern)
         earlier[np.argsort(pattern, kind="stable")] = np.concatenate([np.arange(count) for count in counts])
-        windows = np.iinfo(np.int64).max
+        windows = np.inf
         for number in np.flatnonzero(weights):
-            if left[number] < np.iinfo(np.int64).max:
+            if left[number] < np.inf:
                 rounds, rest = divmod(int(left[number]) - 1, int(counts[number]))
                 windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(pattern == number)[rest]) + 1)
         return Segment(sample, length, self._span(length), pattern, counts, earlier, drawn), windows

@@ -122,10 +122,10 @@ class Evaluations:
                 failed = f"the evaluation of {folder.name} failed with exit code {process.returncode}"
                 self.metrics.warn(f"{failed}; see {evaluation_log(self.run, folder.name)}")
             else:
-                (model,) = read_json(folder.with_suffix(".json"))["models"]
-                for task, measures in model["tasks"].items():
-                    self.metrics.say_scores(model["step"], task, measures)
-                self.metrics.track(numbers_of(model))
+                for model in read_json(folder.with_suffix(".json")).get("models", ()):  # unless removed since
+                    for task, measures in model["tasks"].items():
+                        self.metrics.say_scores(model["step"], task, measures)
+                    self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
         """Stops the evaluation in `folder`, or all evaluations, and logs which ones had no results yet."""

@@ -316,6 +316,6 @@ def decay(run: Run) -> None:
     if run.request == Request.SHORTEN and left > 1:
         state.anneal_steps = state.step + left // 2 - state.anneal_from
     elif run.request == Request.ANNEAL and state.anneal_from is None:
-        state.anneal_steps = max(1, round(steps_of_decay(run)))
+        state.anneal_steps = round(steps_of_decay(run))
         state.anneal_from = state.step
     run.replan()

@@ -168,7 +168,10 @@ def continued(
                 "of each source was read; keep the same data until the next checkpoint, then change it"
             )
     position = TypeAdapter(DataPosition | None).validate_python(origin)
-    batches = plan.batches.changed(ramp=ramp, skipped=state.left_out, origin=position)
+    # A branch's decay may end after the budget, and its data must last until then.
+    last_step = max(total_steps, (state.anneal_from or 0) + (state.anneal_steps or 0))
+    of_data = replace(ramp, total_steps=last_step)
+    batches = plan.batches.changed(ramp=of_data, skipped=state.left_out, origin=position)
     if len(plan.stages) > 1:
         stage_starts = planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)

@@ -73,7 +73,8 @@ class Diagnostics:
         for parameter, name in self.strategy.name_of.items():
             if name in self.row_of:
                 self._add("weight_rms", parameter, local_tensor(parameter))
-                self._add("gradient_rms", parameter, local_tensor(parameter.grad))
+                if parameter.requires_grad:  # not of a weight that the model freezes
+                    self._add("gradient_rms", parameter, local_tensor(parameter.grad))
                 self._before[name] = local_tensor(parameter).detach().to("cpu", copy=True)
 
     @torch.no_grad()

@@ -304,8 +304,8 @@ def answer(run: Run) -> None:
 
 
 def steps_of_decay(run: Run) -> float:
-    """Returns the number of steps in a final decay that starts now."""
-    return min(run.plan.total_steps - run.state.step, run.config.optim.decay_fraction * run.state.step)
+    """Returns the number of steps in a final decay that starts now: 0 after the last step, otherwise at least 1."""
+    return min(run.plan.total_steps - run.state.step, max(1, run.config.optim.decay_fraction * run.state.step))
 
 
 def steps_of_decay_left(run: Run) -> int:

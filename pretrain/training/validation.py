@@ -59,9 +59,9 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 
 
 def source_name(folder: Path | str, taken: dict) -> str:
-    """Returns the folder name, or the full path or URL if the name is taken."""
-    name = Path(folder).name
-    return name if name not in taken else str(folder)
+    """Returns the folder name, the full path or URL if the name is taken, or a numbered one if both are."""
+    names = Path(folder).name, str(folder), f"{folder} ({len(taken) + 1})"
+    return next(name for name in names if name not in taken)
 
 
 @torch.no_grad()

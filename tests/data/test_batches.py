@@ -107,6 +107,12 @@ def test_data_that_runs_out_is_rejected_with_numbers(tmp_path):
         batches_of(source, steps=100)
 
 
+def test_a_huge_max_epochs_is_no_limit(tmp_path):
+    source = {"shards": write_shards(tmp_path / "a", 900)}
+    located = [batches_of(source | limit).locate(0, 400) for limit in ({}, {"max_epochs": 1e30})]
+    assert located[0] == located[1]
+
+
 def test_a_curriculum_changes_the_mixture_at_the_boundary(tmp_path):
     easy, hard = write_shards(tmp_path / "easy", 900), write_shards(tmp_path / "hard", 900)
     stages = [{"until": "25%", "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
@@ -225,6 +231,15 @@ def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
             batches.read(step, 0, 0, ranks=1, sequences=4)
 
 
+def test_a_mixture_of_two_dtypes_keeps_large_ids(tmp_path):
+    narrow, wide = (write_shards(tmp_path / name, 900, vocabulary=100_000) for name in ("narrow", "wide"))
+    manifest = json.loads((wide / "manifest.json").read_text()) | {"dtype": "uint32"}
+    (wide / "manifest.json").write_text(json.dumps(manifest))
+    np.full(900, 70_000, "<u4").tofile(wide / "train-00000.bin")
+    ids = batches_of({"shards": narrow}, {"shards": wide}).read(0, 0, 0, ranks=1, sequences=4)
+    assert {int(row[0]) for row in ids if row[0] == row[1]} == {70_000}
+
+
 def two_lengths(folder, until="50%"):
     return [
         {"until": until, "train": [{"shards": folder}]},
@@ -260,6 +275,14 @@ def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
         "the order must not depend on the number of ranks"
     )
     assert batches.epochs_at(10) == {str(folder): 2.0}
+
+
+def test_an_id_outside_the_vocabulary_is_found_in_longer_sequences(tmp_path):
+    folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
+    batches = batches_of(stages=two_lengths(folder), steps=2, sequences=40)
+    batches.vocabulary_size = 36 * LENGTH + 1  # only the last of the ten long windows contains larger IDs
+    with pytest.raises(InputError, match=f"training tokens {36 * LENGTH} to {40 * LENGTH + 1} contain ID"):
+        batches.read(1, 0, 0, ranks=1, sequences=10)
 
 
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])

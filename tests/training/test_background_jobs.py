@@ -58,6 +58,13 @@ def test_evaluations_and_samples_during_a_sharded_run(recipe, task, tmp_path):
     assert "step 12 · sample:\n  def " in out
 
 
+def test_removed_results_of_an_evaluation_do_not_end_the_run(tmp_path):
+    evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
+    evaluations._running[tmp_path / "step-00000006"] = SimpleNamespace(poll=lambda: 0, returncode=0)
+    evaluations.fetch()
+    assert evaluations.names == []
+
+
 def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
     folder = tmp_path / "step-00000006"

@@ -426,6 +426,21 @@ def test_tokens_samples_and_learning_rates_match_after_any_history(folder, tmp_p
             assert len(set(epoch)) == len(epoch), f"{source}: a sequence is repeated within an epoch: {history.log}"
 
 
+def test_a_branch_that_decays_beyond_the_budget_keeps_to_max_epochs(folder, tmp_path):
+    trunk = tmp_path / "run"
+    (trunk / "checkpoints" / "step-00000012").mkdir(parents=True)
+    data = json.dumps([{"shards": str(folder / "c"), "max_epochs": 1}])
+    words = ["--config", str(folder / "recipe.yaml"), "--data.train", data, "--budget.steps", "12"]
+    words += ["--optim.schedule", "constant", "--branch_from", f"{trunk}@12", "--output", str(tmp_path / "branch")]
+    asked = replace(read_command_line(words, ""), overridden=frozenset({"output"}))
+    plan = run_plan.derive(asked.config, ranks=1)
+    state = RunState(step=12, tokens=plan.tokens_before(12))
+    contents = json.loads(json.dumps(trainer_state(asked.config, plan, plan, state)))
+    given = asked.config, plan, asked, Path("nowhere"), contents
+    with pytest.raises(InputError, match=r"used up .*c after 1 epochs\) after 776 of 896 tokens"):
+        continue_from(*given, rollbacks=[], begins_branch=True, is_finished=False)
+
+
 def test_a_run_rolls_back_to_before_a_change_that_an_earlier_start_accepted(folder, tmp_path):
     """The change was named on that start's command line, and then written to the recipe."""
     history = History(folder, tmp_path, seed=0)

@@ -69,6 +69,17 @@ def test_every_metric_matches_the_models_tensors(name):
     assert all(value is not None for value in found["largest_logit"][first : first + 3])
 
 
+def test_a_frozen_weight_has_no_gradient():
+    model = made("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    diagnostics = Diagnostics(strategy_of(model))
+    diagnostics.is_due = True
+    model(IDS, labels=IDS).loss.backward()
+    diagnostics.before_update()
+    gradients = diagnostics._squares["gradient_rms"].tolist()
+    assert gradients[0] == 0 and min(gradients[1:]) > 0
+
+
 def test_other_steps_measure_nothing():
     diagnostics = Diagnostics(strategy_of(made("llama")))
     diagnostics.before_update()

@@ -12,6 +12,7 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
 from pretrain.runs.event_log import read_metrics
 from pretrain.training import ending, resuming, steps
+from pretrain.training.between_steps import decay
 from pretrain.training.guard import StepGuard
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
@@ -141,6 +142,16 @@ def test_a_second_anneal_is_answered_with_the_start_of_the_decay(tmp_path):
     assert run.request == Request.ANNEAL
     answer(run)
     assert answered(tmp_path)["step"] == 22
+
+
+@pytest.mark.parametrize(("now", "steps"), [(2, 1), (50, 10), (99, 1), (100, 0)])
+def test_a_decay_never_lengthens_the_run(tmp_path, now, steps):
+    run = run_of(tmp_path)
+    run.config.optim = SimpleNamespace(decay_fraction=0.2)
+    run.state.step, run.state.anneal_from, run.request = now, None, Request.ANNEAL
+    run.replan = lambda: None
+    decay(run)
+    assert (run.state.anneal_from, run.state.anneal_steps) == (now, steps)
 
 
 def test_a_save_request_does_not_interrupt_validation(tmp_path):

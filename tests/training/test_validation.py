@@ -55,6 +55,13 @@ def test_a_nan_loss_becomes_null():
     assert by_position([range(2)], [float("nan"), 2.0])["loss_by_position"] == {"0-1": None}
 
 
+def test_both_splits_of_a_folder_in_the_current_folder_are_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_shards(tmp_path / "a", 900, validation=300).parent)
+    sources = [{"shards": "a"}, {"shards": "a", "split": "train"}]
+    readers = open_validation(Data(train=[{"shards": "a"}], validation=sources, sequence_length=16))
+    assert {name: reader.split for name, reader in readers.items()} == {"a": "validation", "a (2)": "train"}
+
+
 def test_a_source_with_another_tokenizer_is_refused(tmp_path):
     train = write_shards(tmp_path / "a", 900, validation=900)
     other = write_shards(tmp_path / "b", 900, validation=900, tokenizer="u")
