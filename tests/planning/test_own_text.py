@@ -12,14 +12,18 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.recipe import read_run_config
+from pretrain.recipe import parse_yaml, read_run_config
 from pretrain_tools.planning.own_text import (
+    Machine,
+    Prepared,
+    SizedRecipe,
     find_text,
     preparation_commands,
     read_own_text,
     run_name_of,
     with_own_text,
 )
+from pretrain_tools.planning.sizing import choose_sizing
 from pretrain_tools.planning.text_files import TextFiles
 from pretrain_tools.planning.texts import MADE_BY
 from support.project import ROOT, events, losses, run_script, start_script
@@ -104,6 +108,15 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
 
 
 def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
+def test_a_prompt_of_any_characters_is_read_back_unchanged():
+    text = "👍 'a' \"b\" \\n \x7f\x85\u2028\ufeff #{x}" + " word" * 40
+    machine = Machine("cpu", "2 CPU threads", "fp32", peak_flops=1e11, memory_bytes=8 << 30, minutes=1.0)
+    prepared = Prepared(1024, training_tokens=10**6, validation_tokens=10**4, prompt=text)
+    sizing = choose_sizing(machine.flops, prepared.training_tokens, prepared.vocabulary)
+    recipe = SizedRecipe(Path("runs/x"), Path("model_configs/x.json"), Path("data/x"), machine, prepared, sizing)
+    assert parse_yaml(recipe.text("# header"))["samples"]["prompts"] == [text]
+
+
     folder, _ = trained
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
