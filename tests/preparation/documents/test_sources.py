@@ -363,6 +363,9 @@ def test_circular_links_give_each_file_once_and_quickly(tmp_path):
     assert only.path == f"{tmp_path}/data/0.txt", "a file that is named explicitly must be found under that name"
 
 
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert [source.name for source in find_sources([f"{tmp_path}/a[1].txt"])] == ["a[1].txt"]
 def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
     for name in ("a.txt", "b/a.txt", "b/c/a.txt", "b/[x]/a.txt", ".b/a.txt", "b/.a.txt", "b**/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
