@@ -227,7 +227,7 @@ def test_the_data_is_described_from_the_runs_record(run):
     kept = {
         "tokenizer": {"name": "owner/bpe"},
         "vocabulary_size": 500,
-        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000}},
+        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000_000}},
         "hub_datasets": ["owner/web"],
         "contamination": [
             {"benchmark": "blimp", "items": 1200, "sought": 1100, "found": 7, "documents": 9, "remove": "document"},
@@ -235,7 +235,7 @@ def test_the_data_is_described_from_the_runs_record(run):
     }
     (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
     text = card(run)
-    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | owner/bpe |" in text
+    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20.0 GB | owner/bpe |" in text
     assert "The training data was decontaminated against these benchmarks" in text
     assert "| docs | blimp | 1,200 (1,100 searched for) | 7 | 9, removed |" in text
     assert ModelCard(text).data.datasets == ["owner/web"]
@@ -244,6 +244,16 @@ def test_the_data_is_described_from_the_runs_record(run):
 
 def test_a_curriculum_shows_its_stages(run):
     stages = [
+def test_sources_with_the_same_name_have_a_row_each(run):
+    folders = ("data/en/web", "data/de/web")
+    change_recipe(run, data={"train": [{"shards": folder} for folder in folders]})
+    found = {"items": 9, "sought": 9, "found": 1, "documents": 1, "remove": "document"}
+    records = {name: {"manifest_sha256": name, "contamination": [{"benchmark": name, **found}]} for name in folders}
+    (run / "data.json").write_text(json.dumps(records))
+    text = card(run)
+    assert all(f"| web | {folder} | 9 |" in text for folder in folders)
+
+
         {"train": [{"shards": "a"}], "until": 0.25},
         {"train": [{"shards": "b"}, {"shards": "a", "max_epochs": 2}]},
     ]
