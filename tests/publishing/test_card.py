@@ -210,8 +210,10 @@ def test_scores_of_the_step_come_from_the_log(run):
 
 
 def test_the_card_names_no_folder_of_the_machine(run):
-    change_recipe(run, model="/home/somebody/models/big.json", output="~/runs/x")
+    prompts = ["Either/or ..."]
+    change_recipe(run, model="/home/somebody/models/big.json", output="~/runs/x", samples={"prompts": prompts})
     text = card(run)
+    assert prompts[0] in text, "text with dots isn't a path"
     assert str(run.parent) not in text and "somebody" not in text and "~/" not in text
     assert "shards: docs" in text and "model: big.json" in text
 
@@ -242,8 +244,6 @@ def test_the_data_is_described_from_the_runs_record(run):
     assert "500 token IDs; the other 12 rows are padding" in text
 
 
-def test_a_curriculum_shows_its_stages(run):
-    stages = [
 def test_sources_with_the_same_name_have_a_row_each(run):
     folders = ("data/en/web", "data/de/web")
     change_recipe(run, data={"train": [{"shards": folder} for folder in folders]})
@@ -254,6 +254,8 @@ def test_sources_with_the_same_name_have_a_row_each(run):
     assert all(f"| web | {folder} | 9 |" in text for folder in folders)
 
 
+def test_a_curriculum_shows_its_stages(run):
+    stages = [
         {"train": [{"shards": "a"}], "until": 0.25},
         {"train": [{"shards": "b"}, {"shards": "a", "max_epochs": 2}]},
     ]
