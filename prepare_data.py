@@ -95,7 +95,8 @@ def train_filter(arguments: "Namespace") -> None:
     from pretrain_tools.preparation.request import read_examples
 
     output, reading = read_examples(arguments)
-    record = train_classifier(*arguments.train_classifier, reading, output)
+    patterns = arguments.train_classifier
+    record = train_classifier(*patterns, reading, output, arguments.exclude, arguments.input_format)
     measured = record["held_out"]
     print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} ordinary documents")
     told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"

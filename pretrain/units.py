@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 JOULES_PER_KWH = 3.6e6
 COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)$")
 
@@ -13,19 +13,20 @@ def parse_count(value: Any, thousand: int = 1000) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and (match := COUNT.match(value.strip())):
-        unit = "k" if match[2] == "K" else match[2]
-        factor = {**UNITS, "k": thousand}[unit] if unit else 1
-        # Rounded, because 1.07 * 10**9 is 1070000000.0000001.
-        number = float(f"{float(match[1].replace('_', '')) * factor:.15g}")
-        if number.is_integer():
-            return int(number)
+        unit = {**UNITS, "k": thousand, "K": thousand}[match[2]]
+        number = float(match[1].replace("_", ""))
+        # Check the quotient, because products such as 2.01 * 1000 aren't exact.
+        count = round(min(number * unit, 1e300))
+        if count / unit == number:
+            return count
     return value
 
 
 def count_text(count: float) -> str:
     """Formats 1234567 as '1.23M'."""
-    unit = next((unit for unit in reversed(UNITS) if count >= UNITS[unit]), None)
-    return f"{count / UNITS[unit]:.3g}{unit}" if unit else f"{count:.0f}"
+    count = float(f"{count:.3g}")
+    unit = next((unit for unit in reversed(UNITS) if count >= UNITS[unit]), "")
+    return f"{count / UNITS[unit]:.3g}{unit}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -65,8 +66,7 @@ def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
         return ""
     grams = kilowatt_hours * grams_per_kwh
     unit, size = next((row for row in (("t", 1e6), ("kg", 1e3)) if grams >= row[1]), ("g", 1))
-    amount = f"{grams / size:,.3g} {unit}"
-    return f" ({amount} of CO2 at {grams_per_kwh:g} g/kWh)"
+    return f" ({grams / size:,.3g} {unit} of CO2 at {grams_per_kwh:g} g/kWh)"
 
 
 def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:

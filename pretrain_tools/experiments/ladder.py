@@ -331,7 +331,9 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     problems = Problems()
     asked = [problems.attempt(read_prediction, text) for text in predict]
     found = problems.attempt(read_ladder_runs, folders)
-    if problem := output_problem(base.parent):
+    if base.name in ("", ".."):
+        problems.append(f"--output {base}: is a folder; use a path such as {base / 'ladder'}")
+    elif problem := output_problem(base.parent):
         problems.append(f"--{problem}")
     problems.stop_if_any()
     runs, left_out = found

@@ -35,6 +35,7 @@ from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
 from pretrain.training.auto_settings import resolve_auto
+from pretrain.training.metrics import finite
 from pretrain.units import counted, table
 from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
@@ -371,7 +372,7 @@ def report_parity(
             rows.append([name, "-", "-", f"FAILED: see {output / name}.log"])
     print(f"Largest differences from {REFERENCE}: loss (absolute), gradient norm (relative)")
     print(table(rows, right={1, 2}))
-    (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    (output / "parity.json").write_text(json.dumps(finite(results), indent=1), encoding="utf-8")
     same = sum(result.get("same", False) for result in results.values())
     refused = sum("refused" in result for result in results.values())
     ran = len(results) - refused
@@ -380,7 +381,7 @@ def report_parity(
     print(f"\n{same} of the {ran} strategies that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")
-    finite = sum(map(math.isfinite, reference.loss.values()))
-    if finite < len(reference.loss):
-        print(f"warning: {REFERENCE} has a finite loss in only {finite} of {len(reference.loss)} steps")
+    known = sum(map(math.isfinite, reference.loss.values()))
+    if known < len(reference.loss):
+        print(f"warning: {REFERENCE} has a finite loss in only {known} of {len(reference.loss)} steps")
     return results

@@ -284,7 +284,7 @@ def preparation_commands(asked: OwnText, files: TextFiles, vocabulary: int, frac
     """Returns the commands that train the tokenizer and prepare the shards, without `python`."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
-    if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
+    if any(source.format == "txt" and expected_bytes(source) > LARGEST_FILE_BYTES for source in files.sources):
         same += ["--documents", "paragraph"]
     return [
         [*same, "--train_tokenizer", str(vocabulary), "--output", asked.place.tokenizer],

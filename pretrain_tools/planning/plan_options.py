@@ -276,4 +276,7 @@ def data_asked_for(given: str) -> tuple[int, int]:
     from pretrain.data.shards import read_manifest
 
     manifest = read_manifest(given)
-    return manifest.vocabulary_size, manifest.totals("train")[0]
+    tokens = manifest.totals("train")[0]
+    if not tokens:
+        raise InputError(f"--data {given}: contains no training tokens; use shards with a train split")
+    return manifest.vocabulary_size, tokens

@@ -1,10 +1,12 @@
 """Renders recipes and plan.py's output from templates/. Importing this module must stay fast."""
 
-import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from pretrain.files import write_durably
 from pretrain.gpus import GIB
@@ -64,13 +66,13 @@ def _templates() -> "jinja2.Environment":
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # `count` overrides Jinja's alias for `length`. `quoted` works for YAML, because JSON strings are valid YAML.
+    # `count` overrides Jinja's alias for `length`.
     templates.filters.update(
         bytes=bytes_text,
         count=count_text,
         duration=duration_text,
         gib=lambda value, form: format(value / GIB, form),
         number=lambda value, form=",": format(value, form),
-        quoted=lambda value: json.dumps(str(value)),
+        quoted=lambda value: yaml.safe_dump(str(value), default_style='"', width=math.inf).rstrip("\n"),
     )
     return templates

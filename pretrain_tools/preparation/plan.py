@@ -19,6 +19,8 @@ from pretrain_tools.preparation.upload import Destination
 from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 
 SHOWN_DIFFERENCES = 8
+FREE_OPTIONS = ("on_error", "max_errors")
+"""Options that may change until a folder is finished."""
 Documents = Files | HubDataset
 
 

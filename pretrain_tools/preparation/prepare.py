@@ -34,6 +34,7 @@ from pretrain_tools.preparation.near_duplicate_search import (
     report_of,
 )
 from pretrain_tools.preparation.plan import (
+    FREE_OPTIONS,
     PreparationRequest,
     refuse_differences,
     refuse_other_files,
@@ -199,8 +200,7 @@ class _Run:
             raise InputError(
                 f"{self.output}: was started by a different version of Groundwork; remove it and prepare it again"
             )
-        free = ("on_error", "max_errors")
-        refuse_differences(self.output, earlier, self.plan, "was started", free=free, in_order=True)
+        refuse_differences(self.output, earlier, self.plan, "was started", free=FREE_OPTIONS, in_order=True)
         return progress
 
     def _tokenize(self, progress: dict[str, Any], encoder: ReferenceEncoder | None) -> tuple[Tally, list[Shard]]:

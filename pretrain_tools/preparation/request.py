@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.data.manifest import MANIFEST_FILE
@@ -30,6 +31,8 @@ CLEAN_NEAR_DUPLICATES = "0.8"
 """Near-duplicate threshold for --clean."""
 SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
 """Minimum values for COUNTS; 1 for all others."""
+REMOVE_DOCUMENTS = ("filter", "language", "clean", "decontaminate", "deduplicate", "near_duplicates", "max_tokens")
+"""Options that can't be used to train a tokenizer or a classifier."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
@@ -86,6 +89,8 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
         problems.append(
             "--train_classifier: cannot be combined with --input, --dataset, --tokenizer or --train_tokenizer"
         )
+    problems += _unsupported("--train_classifier", arguments, (*REMOVE_DOCUMENTS, "max_documents"))
+    problems.attempt(load_extensions, arguments.extensions)
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
     problems.stop_if_any()
@@ -111,7 +116,6 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
     """Lists problems with missing or conflicting options."""
     training = arguments.train_tokenizer
-    cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     is_slice = arguments.slice is not None
@@ -132,9 +136,6 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
         "--write_text: cannot be combined with --train_tokenizer, which does not create shards": (
             training and arguments.write_text
         ),
-        "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
-            training and cleaning
-        ),
         f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
             has_slices and limits
         ),
@@ -148,7 +149,13 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
-    return [problem for problem, is_there in checks.items() if is_there]
+    ignored = _unsupported("--train_tokenizer", arguments, REMOVE_DOCUMENTS) if training else []
+    return [*(problem for problem, is_there in checks.items() if is_there), *ignored]
+
+
+def _unsupported(mode: str, arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Lists the options among `names` that were passed, although `mode` doesn't support them."""
+    return [f"--{name}: not supported with {mode}; omit it" for name in names if getattr(arguments, name)]
 
 
 def _documents(arguments: argparse.Namespace) -> Documents | None:

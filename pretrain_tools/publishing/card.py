@@ -149,7 +149,7 @@ def without_folders(value: Any) -> Any:
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    if isinstance(value, str) and (value.startswith("~") or PurePath(value).is_absolute() or ".." in value):
+    if isinstance(value, str) and (value.startswith("~") or {"/", "//", ".."} & {*PurePath(value).parts}):
         return PurePath(value).name
     return value
 

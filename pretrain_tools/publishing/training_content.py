@@ -60,6 +60,6 @@ def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:
     """Returns rows (source, rule, documents removed). A filter that removed nothing has one row with 0."""
     removed = {rule: count for rule, count in (source.preparation.get("removed") or {}).items() if count}
     filters = source.preparation.get("filters") or []
-    # In the manifest, rules are named 'filter: rule'.
-    idle = [name for name in filters if not any(rule.startswith(str(name)) for rule in removed)]
+    # In the manifest, rules are named 'filter.rule', and the filter 'mine.py:keep' has the rule 'mine.keep'.
+    idle = [name for name in filters if not any(rule.startswith(str(name).replace(".py:", ".")) for rule in removed)]
     return [(source.name, rule, count) for rule, count in {**removed, **dict.fromkeys(idle, 0)}.items()]

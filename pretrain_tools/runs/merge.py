@@ -124,7 +124,8 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
             raise InputError("merge: --output is required, because the models aren't all from the same run")
-        steps = sorted({address.step for address in addresses})
+        # A final/ whose `end` event is missing has no step.
+        steps = sorted({address.step for address in addresses} - {None})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
     refuse_url_output("--output", asked)
     if asked.exists():

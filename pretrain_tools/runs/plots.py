@@ -93,6 +93,8 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
     path = output or folder / "plot.png"
     refuse_url_output("--output", path)
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot.png'}")
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     histories = {str(run): read_history(run) for run in runs}
     if not any(history.of("train") for history in histories.values()):

@@ -96,6 +96,8 @@ def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     report_ladder([tmp_path / "three"], predict=[], output=None)
     assert "warning: 3 model sizes aren't enough for a prediction" in capsys.readouterr().out
     assert "all runs have the same size" in refusal(tmp_path / "three/32")
+    with pytest.raises(InputError, match=r"--output \.: is a folder; use a path such as ladder"):
+        report_ladder([tmp_path / "three"], predict=[], output=Path())
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)

@@ -315,6 +315,10 @@ def test_losses_that_are_not_finite_are_counted(tmp_path, capsys):
     outcome = StrategyOutcome(Curve({1: 5.0, 2: math.nan, 3: math.nan}, {1: 1.0, 2: math.nan, 3: math.nan}))
     report_parity({"single": outcome, "ddp": outcome}, parity.TOLERANCES["fp32"], tmp_path)
     assert "warning: single has a finite loss in only 1 of 3 steps" in capsys.readouterr().out
+    shorter = StrategyOutcome(Curve({1: 5.0}, {1: 1.0}))
+    report_parity({"single": outcome, "ddp": shorter}, parity.TOLERANCES["fp32"], tmp_path)
+    found = json.loads((tmp_path / "parity.json").read_text())["ddp"]
+    assert found == {"loss": None, "grad_norm": None, "same": False}, "JSON has no infinity"
 
 
 def test_all_meshes_of_four_processes():

@@ -2,6 +2,7 @@
 once."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,13 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
     checked = run_script(ROOT / "train.py", "--config", "recipes/mine.yaml", "--check", cwd=tmp_path)
     assert "start the run with:" in checked.stdout
     assert "\n".join(refused(*written)).count("already exists") == 2
+
+
+def test_data_without_training_tokens_is_rejected(monkeypatch, refused):
+    empty = SimpleNamespace(vocabulary_size=512, totals=lambda split: (0, 0, 0))
+    monkeypatch.setattr("pretrain.data.shards.read_manifest", lambda folder: empty)
+    said = refused("--hours", "1", "--gpu", "h100", "--data", "data/x")
+    assert said == ["--data data/x: contains no training tokens; use shards with a train split"]
 
 
 def test_all_problems_are_reported_at_once(refused):

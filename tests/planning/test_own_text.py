@@ -12,16 +12,21 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.recipe import read_run_config
+from pretrain.recipe import parse_yaml, read_run_config
 from pretrain_tools.planning.own_text import (
+    Machine,
+    Prepared,
+    SizedRecipe,
     find_text,
     preparation_commands,
     read_own_text,
     run_name_of,
     with_own_text,
 )
+from pretrain_tools.planning.sizing import choose_sizing
 from pretrain_tools.planning.text_files import TextFiles
 from pretrain_tools.planning.texts import MADE_BY
+from pretrain_tools.preparation.documents.sources import InputFile
 from support.project import ROOT, events, losses, run_script, start_script
 
 MINUTES = "0.05"
@@ -101,6 +106,15 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
     )
     model = json.loads(Path("model_configs/novel.json").read_text())
     assert model["vocab_size"] % 64 == 0 and model["vocab_size"] >= read_manifest("data/novel").vocabulary_size
+
+
+def test_a_prompt_of_any_characters_is_read_back_unchanged():
+    text = "👍 'a' \"b\" \\n \x7f\x85\u2028\ufeff #{x}" + " word" * 40
+    machine = Machine("cpu", "2 CPU threads", "fp32", peak_flops=1e11, memory_bytes=8 << 30, minutes=1.0)
+    prepared = Prepared(1024, training_tokens=10**6, validation_tokens=10**4, prompt=text)
+    sizing = choose_sizing(machine.flops, prepared.training_tokens, prepared.vocabulary)
+    recipe = SizedRecipe(Path("runs/x"), Path("model_configs/x.json"), Path("data/x"), machine, prepared, sizing)
+    assert parse_yaml(recipe.text("# header"))["samples"]["prompts"] == [text]
 
 
 def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
@@ -270,6 +284,14 @@ def test_a_name_that_is_not_utf8_is_escaped_in_the_recorded_command():
     asked = read_own_text(["--text", name])
     assert asked.command == r"python train.py --text 'caf\xe9.txt' --minutes 10 --output runs/caf"
     assert preparation_commands(asked, TextFiles([], [name], [], ""), 600, 0.1)[0][2] == name
+
+
+def test_large_files_are_split_by_their_size_after_decompression():
+    asked = read_own_text(["--text", "a.txt.gz"])
+    for megabytes, is_split in ((50, False), (100, True)):
+        source = InputFile("a.txt.gz", "a.txt.gz", "txt", "gz", megabytes * 10**6)
+        commands = preparation_commands(asked, TextFiles([source], ["a.txt.gz"], [], ""), 600, 0.1)
+        assert [("paragraph" in command) for command in commands] == [is_split, is_split]
 
 
 def test_other_command_lines_pass_unchanged():

@@ -73,6 +73,16 @@ def test_missing_and_different_slices_are_all_named(tmp_path, run):
     assert len(told) == 3 and not (tmp_path / "out").exists()
 
 
+def test_more_bad_records_can_be_allowed_for_the_merge(tmp_path, run, small_parts):
+    arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
+    for number in range(2):
+        run(*arguments, "--max_errors", 1, "--slice", f"{number}/2")
+    with pytest.raises(InputError, match="use a larger --max_errors"):
+        run(*arguments, "--max_errors", 1, "--merge_slices", 2)
+    run(*arguments, "--max_errors", 2, "--merge_slices", 2)
+    assert json.loads((tmp_path / "out/manifest.json").read_bytes())["skipped"]["bad_records"] == 2
+
+
 def test_options_that_exclude_slices_are_rejected(tmp_path, run):
     with pytest.raises(InputError, match=r"--slice 3/3: must be I/N with I from 0 to N - 1"):
         parse_slice("3/3")

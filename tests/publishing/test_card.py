@@ -210,8 +210,10 @@ def test_scores_of_the_step_come_from_the_log(run):
 
 
 def test_the_card_names_no_folder_of_the_machine(run):
-    change_recipe(run, model="/home/somebody/models/big.json", output="~/runs/x")
+    prompts = ["Either/or ..."]
+    change_recipe(run, model="/home/somebody/models/big.json", output="~/runs/x", samples={"prompts": prompts})
     text = card(run)
+    assert prompts[0] in text, "text with dots isn't a path"
     assert str(run.parent) not in text and "somebody" not in text and "~/" not in text
     assert "shards: docs" in text and "model: big.json" in text
 
@@ -227,7 +229,7 @@ def test_the_data_is_described_from_the_runs_record(run):
     kept = {
         "tokenizer": {"name": "owner/bpe"},
         "vocabulary_size": 500,
-        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000}},
+        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000_000}},
         "hub_datasets": ["owner/web"],
         "contamination": [
             {"benchmark": "blimp", "items": 1200, "sought": 1100, "found": 7, "documents": 9, "remove": "document"},
@@ -235,11 +237,21 @@ def test_the_data_is_described_from_the_runs_record(run):
     }
     (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
     text = card(run)
-    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | owner/bpe |" in text
+    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20.0 GB | owner/bpe |" in text
     assert "The training data was decontaminated against these benchmarks" in text
     assert "| docs | blimp | 1,200 (1,100 searched for) | 7 | 9, removed |" in text
     assert ModelCard(text).data.datasets == ["owner/web"]
     assert "500 token IDs; the other 12 rows are padding" in text
+
+
+def test_sources_with_the_same_name_have_a_row_each(run):
+    folders = ("data/en/web", "data/de/web")
+    change_recipe(run, data={"train": [{"shards": folder} for folder in folders]})
+    found = {"items": 9, "sought": 9, "found": 1, "documents": 1, "remove": "document"}
+    records = {name: {"manifest_sha256": name, "contamination": [{"benchmark": name, **found}]} for name in folders}
+    (run / "data.json").write_text(json.dumps(records))
+    text = card(run)
+    assert all(f"| web | {folder} | 9 |" in text for folder in folders)
 
 
 def test_a_curriculum_shows_its_stages(run):

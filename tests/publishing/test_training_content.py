@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.data.data_record import preparation_of
 from pretrain_tools.publishing.facts import Publication, read_facts
-from pretrain_tools.publishing.training_content import FILL, training_content
+from pretrain_tools.publishing.training_content import FILL, filter_rows, training_content
 from pretrain_tools.runs.history import History
 from support.run_folders import write_run
 
@@ -122,3 +123,9 @@ def test_missing_records_of_earlier_versions_are_reported(tmp_path):
     text = training_content(read_facts(write_run(tmp_path / "x"), 8))
     assert "No document filters are recorded" in text and "| docs | **To be filled in by the provider**" in text
     assert "No datasets from the Hugging Face Hub were used" not in text
+
+
+def test_a_function_that_removed_documents_is_not_listed_as_idle():
+    made = {"filters": ["mine.py:keep", "c4"], "removed": {"mine.keep": 3}}
+    rows = filter_rows(SimpleNamespace(name="web", preparation=made))
+    assert rows == [("web", "mine.keep", 3), ("web", "c4", 0)]

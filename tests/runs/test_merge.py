@@ -13,7 +13,8 @@ from pretrain.checkpoint.average_folder import average_folder
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE, commit, damage
 from pretrain.model.pretrained import load_pretrained
-from pretrain_tools.runs.merge import merge_models
+from pretrain_tools.runs.addresses import ModelAddress
+from pretrain_tools.runs.merge import merge_models, output_folder
 from support.project import run_script
 from support.run_folders import write_model, write_run, write_tokenizer
 from support.tiny_experts import as_the_library_saves
@@ -157,3 +158,8 @@ def test_models_without_a_mean_are_rejected(run, tmp_path, given, problem):
         merge_models(**given)
     assert any(found.startswith(problem.format(**names)) for found in caught.value.problems), caught.value.problems
     assert not list(run.glob(".saving-*"))
+
+
+def test_a_final_model_without_an_end_event_needs_no_output(tmp_path):
+    addresses = [ModelAddress("x/final", tmp_path / "final", tmp_path), ModelAddress("x@5", tmp_path, tmp_path, 5)]
+    assert output_folder(addresses, None) == tmp_path / "merged-5"

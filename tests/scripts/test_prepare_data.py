@@ -192,6 +192,19 @@ def test_why_no_documents_are_left_is_told(tmp_path, run, goal, option, said):
     assert not (tmp_path / "out").exists()
 
 
+def test_options_that_training_would_ignore_are_rejected(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    source = ("--input", tmp_path / "a.jsonl", "--max_tokens", 9)
+    output = ("--output", tmp_path / "out", "--near_duplicates", 0.8, "--clean")
+    with pytest.raises(InputError) as caught:
+        run("--train_tokenizer", 300, *source, *output, with_tokenizer=False)
+    names = ("--clean", "--near_duplicates", "--max_tokens")
+    assert caught.value.problems == [f"{name}: not supported with --train_tokenizer; omit it" for name in names]
+    with pytest.raises(InputError) as caught:
+        run("--train_classifier", "good.jsonl", "other.jsonl", *output, with_tokenizer=False)
+    assert caught.value.problems == [f"{name}: not supported with --train_classifier; omit it" for name in names[:2]]
+
+
 @pytest.mark.parametrize("pattern", ["**", "**/*.json*"])
 @pytest.mark.parametrize("training", [(), ("--train_tokenizer", 300)])
 def test_the_output_is_not_its_own_input(tmp_path, monkeypatch, run, training, pattern):

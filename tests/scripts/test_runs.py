@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,6 +247,8 @@ def test_plot_writes_a_picture(tmp_path):
     plot_runs(runs, None)
     plot_runs(runs, tmp_path / "mine")
     assert {path.name for path in tmp_path.glob("*.*")} == {"plot.png", "mine.png"}
+    with pytest.raises(InputError, match=r"--output \.: is a folder; use a path such as plot\.png"):
+        plot_runs(runs, Path())
 
 
 def trained(tmp_path, shards, **more):

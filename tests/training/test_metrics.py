@@ -9,7 +9,7 @@ import pytest
 from pretrain.runs.event_log import read_metrics
 from pretrain.training.between_steps import show_progress
 from pretrain.training.metrics import Metrics, Throughput, finite
-from pretrain.units import count_text, duration_text
+from pretrain.units import count_text, duration_text, parse_count
 from support.terminals import watched
 
 
@@ -59,7 +59,13 @@ def test_a_line_after_a_truncated_one_is_whole(metrics, tmp_path):
 
 def test_numbers_are_formatted_as_text():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
+    assert [count_text(n) for n in (0, 999_936_000, 999_499)] == ["0", "1B", "999k"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
+
+
+def test_counts_are_exact_and_fractions_stay_text():
+    counts = {"2.01k": 2010, "1.005M": 1_005_000, "1e9": 10**9, "1.0005k": "1.0005k", "2.5": "2.5", "1e400": "1e400"}
+    assert {text: parse_count(text) for text in counts} == counts
 
 
 @pytest.mark.parametrize("known", ["told", "from the previous attempt", "nothing"])

@@ -5,11 +5,13 @@ case, accents and punctuation. Shorter items must match as a whole.
 """
 
 import hashlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -118,12 +120,12 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
     """
     problems = Problems()
     files = {name: _files_of(name) for name in names}
-    found = [problems.attempt(_file_benchmark, path) for paths in files.values() for path in paths]
+    found = [problems.attempt(_file_benchmark, path, name) for path, name in _named(files.values())]
     if tasks := [name for name, paths in files.items() if not paths]:
         found += problems.attempt(_task_benchmarks, tasks) or []
     benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark}
-    empty = [name for name, benchmark in benchmarks.items() if not benchmark.items]
-    problems += [f"--decontaminate {name}: contains no items; omit it" for name in empty]
+    empty = [name for name, benchmark in benchmarks.items() if not any(map(any, benchmark.items))]
+    problems += [f"--decontaminate {name}: contains no items with text; omit it" for name in empty]
     problems.stop_if_any()
     return tuple(benchmarks.values())
 
@@ -137,7 +139,18 @@ def _files_of(name: str) -> list[Path]:
     return [file for file in files if path.is_file() or file.suffix in FILE_SUFFIXES]
 
 
-def _file_benchmark(path: Path) -> Benchmark:
+def _named(files: Iterable[list[Path]]) -> list[tuple[Path, str]]:
+    """Returns (file, unique name) pairs. Files with the same name are named by their path below the common folder."""
+    paths = {path.resolve(): path for path in itertools.chain.from_iterable(files)}
+    counts = Counter(path.name for path in paths.values())
+    common = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    return [
+        (path, path.name if counts[path.name] == 1 else real.relative_to(common).as_posix())
+        for real, path in paths.items()
+    ]
+
+
+def _file_benchmark(path: Path, name: str) -> Benchmark:
     """Reads a file with one item per line, as plain text or JSON."""
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
@@ -155,7 +168,7 @@ def _file_benchmark(path: Path) -> Benchmark:
                 items.append(lm_eval_items.record_texts(line if path.suffix == ".txt" else json.loads(line)))
         except ValueError as error:
             raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
-    return Benchmark(path.name, items)
+    return Benchmark(name, items)
 
 
 def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:

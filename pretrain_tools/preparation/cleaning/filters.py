@@ -154,22 +154,24 @@ class UserFunction(CleaningStage):
         for number, text in enumerate(batch.texts):
             more = {"url": batch.urls[number]} if self.takes_url else {}
             answer = self._answer(keep, text.decode(), more)
-            if isinstance(answer, str):
-                if answer.encode() != text:
-                    verdicts.changed[number] = answer.encode()
+            if isinstance(answer, bytes):
+                if answer != text:
+                    verdicts.changed[number] = answer
             elif not answer:
                 verdicts.removed[number] = ""
         return verdicts
 
-    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | str:
+    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | bytes:
         try:
             answer = keep(text, **more)
+            if isinstance(answer, str):
+                return answer.encode()  # fails for lone surrogates
         except Exception as error:  # user code may raise anything
             raise InputError(
                 f"--filter {self.path}:{self.function}: failed with {one_line(error)} for the "
                 f"text {text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
-        if not isinstance(answer, bool | np.bool | str):
+        if not isinstance(answer, bool | np.bool):
             raise InputError(
                 f"--filter {self.path}:{self.function}: must return True, False or a str, but returned {answer!r} for "
                 f"the text {text[:80]!r}"

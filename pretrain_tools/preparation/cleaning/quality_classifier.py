@@ -17,7 +17,7 @@ from pretrain.errors import InputError
 from pretrain.files import as_json, sha256_of, write_durably
 from pretrain_tools.preparation.cleaning.stages import CleaningStage, TextBatch, Verdicts
 from pretrain_tools.preparation.documents.records import Reading, is_drawn
-from pretrain_tools.preparation.documents.sources import find_sources, records_of
+from pretrain_tools.preparation.documents.sources import InputFile, find_sources, records_of
 
 BUCKETS = 1 << 18
 MOST_BYTES = 20_000
@@ -86,7 +86,9 @@ def features_of(texts: Sequence[bytes]) -> Any:
     return hashing.transform(text[:MOST_BYTES].decode(errors="ignore") for text in texts)
 
 
-def train_classifier(good: str, other: str, reading: Reading, output: Path) -> dict[str, Any]:
+def train_classifier(
+    good: str, other: str, reading: Reading, output: Path, exclude: Sequence[str] = (), format_name: str | None = None
+) -> dict[str, Any]:
     """Trains a classifier, writes it to a folder, and returns its record with held-out metrics. Raises InputError.
 
     Documents are held out by hash, so that duplicates are never split between training and held-out documents.
@@ -94,6 +96,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     Args:
         good: glob pattern for files with good documents.
         other: glob pattern for files with ordinary documents.
+        exclude, format_name: see `find_sources`.
     """
     ours = {CLASSIFIER_FILE, WEIGHTS_FILE, f".{CLASSIFIER_FILE}.new"}
     if output.is_dir() and {path.name for path in output.iterdir()} - ours:
@@ -101,7 +104,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     texts: list[bytes] = []
     labels: list[float] = []
     for pattern, label in ((good, 1.0), (other, 0.0)):
-        found = list(_texts_of(pattern, reading))
+        sources = find_sources([pattern], exclude, format_name, option="--train_classifier")
+        found = list(_texts_of(sources, reading))
         if len(found) < FEWEST_TEXTS:
             raise InputError(
                 f"--train_classifier {pattern}: contains only {len(found)} documents, but at least "
@@ -132,12 +136,12 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     return record
 
 
-def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
-    for source in find_sources([pattern], option="--train_classifier"):
+def _texts_of(sources: Sequence[InputFile], reading: Reading) -> Iterator[bytes]:
+    for source in sources:
         for record in records_of(source, reading):
             if record.problem is not None:
                 raise InputError(f"{source.place(record.place)}: {record.problem}; fix the input")
-            if record.text:
+            if record.text and not reading.leaves_out(record.text):
                 yield record.text
 
 

@@ -192,7 +192,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads comma- or tab-separated values with a header row. A record's place is the last line of its row."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
     # Decode invalid UTF-8 to lone surrogates, so that it affects only the row that contains it.
-    lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
+    lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", errors="surrogateescape", newline="")
     is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
     rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
     header: list[str] | None = None
@@ -208,7 +208,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         if row is None:
             return
         if header is None:
-            header = [name.removeprefix("\ufeff") for name in row]
+            header = row
             if problem := checked(1, ",".join(header).encode(errors="surrogateescape")).problem:
                 raise DamagedFileError(f"the header is {problem}", _count_of(rows))
             absent = [name for name in reading.fields if name not in header]

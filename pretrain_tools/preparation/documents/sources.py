@@ -133,7 +133,10 @@ def files_matching(pattern: str) -> list[str]:
     """Lists the files that match a path, URL or pattern. Raises InputError if a URL can't be listed."""
     if is_url(pattern):
         return find_urls(pattern)
-    drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
+    path = os.path.expanduser(pattern)
+    if os.path.isfile(path):  # its name may contain [ or *
+        return [path]
+    drive, steps = os.path.splitdrive(path)
     root = drive + os.sep if steps.startswith(os.sep) else drive
     return [path for path in _matching(root, [s for s in steps.split(os.sep) if s]) if os.path.isfile(path)]
 

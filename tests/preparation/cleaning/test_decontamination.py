@@ -185,6 +185,14 @@ def test_lm_eval_items_are_questions_with_answers(tasks):
     assert sums.items == [([problem, f"{problem} She has one pear."], [])]
 
 
+def test_files_with_the_same_name_are_separate_benchmarks(tmp_path):
+    for name in ("a/test.jsonl", "b/test.jsonl", "b/more.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'"{name} {SHORT[0]}"\n')
+    benchmarks = read_benchmarks([str(tmp_path / "a/test.jsonl"), str(tmp_path)])
+    assert [benchmark.name for benchmark in benchmarks] == ["a/test.jsonl", "more.txt", "b/test.jsonl"]
+
+
 def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"a": 1\n')
     (tmp_path / "empty.txt").write_text("\n")
@@ -198,6 +206,9 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     bad, items, task, empty = caught.value.problems
     assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv: must be a .jsonl, .ndjson, .txt" in items
     assert "--decontaminate helaswag: LookupError: no such task" in task and "empty.txt: contains no items" in empty
+    (tmp_path / "numbers.jsonl").write_text('{"id": 1}\n')
+    with pytest.raises(InputError, match="contains no items with text"):
+        read_benchmarks([str(tmp_path / "numbers.jsonl")])
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"lm-eval failed \(ImportError: no lm_eval\)"):

@@ -59,6 +59,12 @@ def test_a_function_with_a_url_parameter_gets_the_url(tmp_path):
     assert parse_filter(f"{tmp_path}/mine.py:keep").judge(batch).removed == {0: ""}
 
 
+def test_a_function_whose_text_is_not_unicode_is_reported(tmp_path):
+    (tmp_path / "mine.py").write_text("def keep(text):\n    return text + chr(0xD800)\n")
+    with pytest.raises(InputError, match=r"mine\.py:keep: failed with UnicodeEncodeError"):
+        parse_filter(f"{tmp_path}/mine.py:keep").judge(TextBatch([b"one"], [None]))
+
+
 def test_clean_is_finewebs_set_and_given_filters_replace_its_own():
     names = ["language", "gopher_quality", "gopher_repetition", "c4", "fineweb", "personal_data"]
     clean = read_cleaning([], clean=True).as_plan()

@@ -71,6 +71,14 @@ def test_too_few_texts_and_foreign_folders_are_rejected(examples, tmp_path):
         train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path)
 
 
+def test_the_options_for_reading_also_select_the_examples(examples, tmp_path):
+    patterns = (str(examples / "good.jsonl"), str(examples / "other.jsonl"))
+    with pytest.raises(InputError, match="contains only 0 documents"):
+        train_classifier(*patterns, Reading(min_characters=10_000), tmp_path / "out")
+    with pytest.raises(InputError, match="excludes all 1 input files"):
+        train_classifier(*patterns, Reading(), tmp_path / "out", exclude=["*"])
+
+
 def test_words_count_without_case_and_punctuation():
     one = features_of([b"The model, measured!"])
     two = features_of([b"the MODEL measured", b"measured model"])

@@ -317,6 +317,8 @@ def test_bad_rows_of_csv(tmp_path):
     assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
     assert "malformed row" in records[3].problem
+    (tmp_path / "quoted.csv").write_bytes(b'\xef\xbb\xbf"text","id"\r\n"a","1"\r\n')
+    assert texts_of([tmp_path / "quoted.csv"]) == ["a"], "a byte-order mark must not hide the header's quotes"
     (tmp_path / "b.csv").write_bytes(b"id,id,text,text\n1,2,a,b\n3,4,c,d\n")
     (record,) = records_of_parts([tmp_path / "b.csv"])
     assert "2 columns are named 'text'" in record.problem and record.problem_records == 2
@@ -361,6 +363,9 @@ def test_circular_links_give_each_file_once_and_quickly(tmp_path):
     ]
     (only,) = find_sources([f"{tmp_path}/data/0.txt"])
     assert only.path == f"{tmp_path}/data/0.txt", "a file that is named explicitly must be found under that name"
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert [source.name for source in find_sources([f"{tmp_path}/a[1].txt"])] == ["a[1].txt"]
 
 
 def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
