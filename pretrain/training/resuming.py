@@ -81,7 +81,9 @@ def _resume(run: Run, has_final: bool) -> None:
         final = run.config.output / "final"
         with ranks.together(SaveError):
             if ranks.is_main and final.exists():
-                final.rename(final.with_name(f"final-{run.loaded_from.name}"))
+                name = f"final-{run.loaded_from.name}"
+                kept = len(list(final.parent.glob(f"{name}*")))  # the run may have ended at this step before
+                final.rename(final.with_name(f"{name}-{kept + 1}" if kept else name))
         ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
         run.checkpoints.discard_after(step_of(stable))
         run.loaded_from = stable

@@ -338,9 +338,10 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
         return math.inf
     found = np.array([curve[step] for step in reference])
     expected = np.array(list(reference.values()))
-    difference = np.abs(found - expected) / (np.abs(expected) if relative else 1.0)
-    difference[np.isnan(found) & np.isnan(expected)] = 0.0
-    return float(np.nan_to_num(difference, nan=math.inf).max(initial=0.0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        difference = np.abs(found - expected) / (np.abs(expected) if relative else 1.0)
+    difference[(found == expected) | (np.isnan(found) & np.isnan(expected))] = 0.0
+    return float(np.nan_to_num(difference, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
 def report_parity(

@@ -29,7 +29,7 @@ DOCUMENTS_PER_PART = 1 << 16
 def parse_slice(text: str) -> tuple[int, int]:
     """Parses '3/16' to (3, 16). Raises InputError."""
     number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
+    if not (number.isdecimal() and count.isdecimal() and 0 <= int(number) < int(count)):
         raise InputError(f"--slice {text}: must be I/N with I from 0 to N - 1, such as 0/16")
     return int(number), int(count)
 

@@ -54,6 +54,8 @@ ChildFailedError: train.py FAILED
 def test_distances_are_absolute_or_relative():
     assert largest_distance({1: 5.25}, {1: 5.0}, relative=False) == 0.25
     assert largest_distance({1: 1.5}, {1: 2.0}, relative=True) == 0.25
+    assert largest_distance({1: 0.0}, {1: 0.0}, relative=True) == 0
+    assert largest_distance({1: 0.1}, {1: 0.0}, relative=True) == math.inf
     skipped = {1: math.nan}
     assert largest_distance(skipped, skipped, relative=True) == 0, "a step skipped in both runs counts as equal"
     for curve, reference in ((skipped, {1: 1.0}), ({1: 1.0}, skipped)):

@@ -86,6 +86,8 @@ def test_more_bad_records_can_be_allowed_for_the_merge(tmp_path, run, small_part
 def test_options_that_exclude_slices_are_rejected(tmp_path, run):
     with pytest.raises(InputError, match=r"--slice 3/3: must be I/N with I from 0 to N - 1"):
         parse_slice("3/3")
+    with pytest.raises(InputError, match="--slice ²/3: must be"):
+        parse_slice("²/3")
     arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
     with pytest.raises(InputError, match=r"slices are independent and cannot share a limit; omit --max_tokens 9"):
         run(*arguments, "--slice", "0/2", "--max_tokens", 9)

@@ -44,12 +44,13 @@ def weights(run, step):
 
 def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp_path):
     train(trunk)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    shutil.copytree(run / "final", run / "final-step-00000012")  # as if the run had been extended before
     out = train(change(trunk, budget={"steps": 20})).stdout
     assert "resuming from step-00000004" in out, (
         "the decay starts after step 6, and the last checkpoint before that is step 4"
     )
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model must be kept"
+    assert (run / "final-step-00000012-2/model.safetensors").exists(), "the shorter run's model must be kept"
     assert [event["step"] for event in events(run, "resume")] == [4]
     train(trunk, "--output", whole, *WITHOUT_EXPORT)
     assert rates(run) == rates(whole) and losses(run) == losses(whole)
