@@ -7,7 +7,7 @@ from earlier ones (tests/test_structure.py checks this).
     config, recipe: all settings, and how they are read from YAML and the command line
     old_names: old names of settings
     registry: tables of optimizers, schedules etc., which your own files can extend
-    entries: checks of what your files register
+    entries: checks the classes and functions that extensions register
     hardware, gpus: this machine's capabilities, and the GPU table for plan.py
     energy: measured or estimated energy use and CO2
     errors: input errors and exit statuses

@@ -206,7 +206,9 @@ class LossTerms:
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
         # Micro-batches have the same number of tokens, so the mean of their means is the step's mean.
-        means = [_of_tokens(name, term, seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()]
+        means = [
+            _checked_value(name, term, seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
+        ]
         known = torch.stack([*(mean.detach() for mean in means), torch.ones_like(means[0].detach())]).double()
         self._sums = known if self._sums is None else self._sums + known
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
@@ -226,7 +228,7 @@ class LossTerms:
         return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True) if count}
 
 
-def _of_tokens(name: str, term: LossTerm, seen: Seen) -> Tensor:
+def _checked_value(name: str, term: LossTerm, seen: Seen) -> Tensor:
     """Computes a term. Raises InputError unless it's a scalar tensor or has one value per token, with a gradient."""
     value = term(seen)
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):

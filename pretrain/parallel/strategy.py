@@ -128,6 +128,8 @@ class Strategy:
     """Weight average, if enabled in the recipe."""
     untrained: list[str] | None = None
     """Names of this rank's parameters that had no gradient in the first step. None before the first update."""
+    first_options: set[tuple[str, str]]
+    """`group_options` before the first update. Steps may not change them, because checkpoints don't contain them."""
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called before each step's first micro-step, with the number of micro-steps."""
     before_update: tuple[Callable[[], None], ...] = ()
