@@ -4,7 +4,7 @@ import errno
 import hashlib
 from pathlib import Path
 
-from pretrain.data.shards import read_manifest, shard_size_problems
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import shown
 from pretrain.urls import open_file
@@ -16,14 +16,11 @@ def verify_shards(folder: str | Path) -> list[str]:
         manifest = read_manifest(folder)
     except InputError as error:
         return error.problems
-    problems = shard_size_problems(manifest, manifest.shards)
-    problems += _hash_problems(f"{manifest.tokenizer_folder}/tokenizer.json", manifest.tokenizer_sha256)
     place = manifest.url or manifest.folder
-    missing = {problem.partition(": is missing")[0] for problem in problems}
+    problems = _hash_problems(f"{manifest.tokenizer_folder}/tokenizer.json", manifest.tokenizer_sha256)
     for shard in manifest.shards:
         for name, sha256 in {shard.file: shard.sha256, **shard.beside}.items():
-            if f"{manifest.place}/{name}" not in missing:
-                problems += _hash_problems(f"{place}/{name}", sha256)
+            problems += _hash_problems(f"{place}/{name}", sha256)
     return problems
 
 
