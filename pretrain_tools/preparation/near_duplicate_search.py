@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE, Manifest
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
@@ -167,7 +167,7 @@ class DuplicateSearch:
         Spaces may differ from the original text.
         """
         ids = self.order.ids(number)[:most_tokens].tolist()
-        return backend_of(self._tokenizer.json, self._tokenizer.name).decode(ids, skip_special_tokens=False)
+        return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
 def _root(parents: dict[int, int], document: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 
 LONGEST_WORD = 256
@@ -55,7 +55,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
             f"--special_tokens: --tokenizer {base.name} already has the tokens {', '.join(taken)}; omit them to keep "
             "them as they are, or use names that are not in its vocabulary"
         )
-    refuse_words(special_tokens, backend_of(base.json, base.name).pre_tokenizer)
+    refuse_words(special_tokens, base.backend.pre_tokenizer)
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(
@@ -91,7 +91,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
 
 def words_of(base: LoadedTokenizer, texts: Iterable[str]) -> tuple[list[list[str]], list[int]]:
     """Splits the text into words. Returns (tokens of each distinct word, count of each distinct word)."""
-    backend = backend_of(base.json, base.name)
+    backend = base.backend
     counts: Counter[str] = Counter()
     for text in texts:
         if backend.normalizer is not None:
