@@ -121,27 +121,19 @@ def refuse_other_files(output: Path, ours: str) -> None:
 
 
 def refuse_differences(
-    output: Path,
-    made_from: dict[str, Any],
-    plan: dict[str, Any],
-    how: str,
-    *,
-    free: tuple[str, ...] = (),
-    in_order: bool = False,
+    output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, *, is_resumed: bool = False
 ) -> None:
     """Raises InputError if `plan` differs from the existing folder's plan.
 
-    Args:
-        free: options that are allowed to differ.
-        in_order: True if the sources must also be in the same order, because positions refer to it. The order depends
-            on how their paths are written.
+    is_resumed: True if the folder's positions are used. FREE_OPTIONS may differ, but the sources must also be in the
+    same order, because positions refer to it. The order depends on how their paths are written.
     """
     recorded = made_from.get("options") or {}
     # Ignore options that this version doesn't have.
     options = {name: recorded.get(name) for name in plan["options"]}
     before = _flat({name: made_from.get(name) for name in plan} | {"options": options, "sources": None})
     now = _flat(plan | {"sources": None})
-    ignored = {f"options.{name}" for name in free}
+    ignored = {f"options.{name}" for name in FREE_OPTIONS if is_resumed}
     differences = [
         f"{name} was {shortened(repr(before.get(name)))} but is now {shortened(repr(now.get(name)))}"
         for name in before | now
@@ -149,7 +141,7 @@ def refuse_differences(
     ]
     sources = made_from.get("sources") or []
     changes = source_differences(sources, plan["sources"])
-    if in_order and not changes and [one["path"] for one in sources] != [one["path"] for one in plan["sources"]]:
+    if is_resumed and not changes and [one["path"] for one in sources] != [one["path"] for one in plan["sources"]]:
         changes = ["the order of the sources has changed"]
     differences += changes
     if differences:

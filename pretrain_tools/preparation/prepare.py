@@ -34,7 +34,6 @@ from pretrain_tools.preparation.near_duplicate_search import (
     report_of,
 )
 from pretrain_tools.preparation.plan import (
-    FREE_OPTIONS,
     PreparationRequest,
     refuse_differences,
     refuse_other_files,
@@ -200,7 +199,7 @@ class _Run:
             raise InputError(
                 f"{self.output}: was started by a different version of Groundwork; remove it and prepare it again"
             )
-        refuse_differences(self.output, earlier, self.plan, "was started", free=FREE_OPTIONS, in_order=True)
+        refuse_differences(self.output, earlier, self.plan, "was started", is_resumed=True)
         return progress
 
     def _tokenize(self, progress: dict[str, Any], encoder: ReferenceEncoder | None) -> tuple[Tally, list[Shard]]:

@@ -19,7 +19,7 @@ from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.documents.document_index import UNDIVIDED, InputOrder
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
-from pretrain_tools.preparation.plan import FREE_OPTIONS, PreparationRequest, refuse_differences
+from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, stored_lines
 
 TOKENS_PER_PART = 1 << 22
@@ -64,8 +64,7 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Pa
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
         # All slices together may have more bad records than each of them was allowed to have.
-        how = {"free": FREE_OPTIONS, "in_order": True}
-        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished", **how)
+        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished", is_resumed=True)
         if any(shard["split"] != UNDIVIDED for shard in made_from["shards"]):
             problems.append(
                 f"{folder}: was made by a different version of Groundwork; remove it and prepare the slice again"
