@@ -85,11 +85,8 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
         problems.append("--output FOLDER is required and must be a local folder")
-    if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
-        problems.append(
-            "--train_classifier: cannot be combined with --input, --dataset, --tokenizer or --train_tokenizer"
-        )
-    problems += _unsupported("--train_classifier", arguments, (*REMOVE_DOCUMENTS, "max_documents"))
+    other_modes = ("input", "dataset", "tokenizer", "train_tokenizer")
+    problems += _unsupported("--train_classifier", arguments, (*other_modes, *REMOVE_DOCUMENTS, "max_documents"))
     problems.attempt(load_extensions, arguments.extensions)
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
@@ -116,8 +113,6 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
     """Lists problems with missing or conflicting options."""
     training = arguments.train_tokenizer
-    limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
-    limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     is_slice = arguments.slice is not None
     has_slices = is_slice or arguments.merge_slices is not None
     checks = {
@@ -133,24 +128,22 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
             arguments.pre_tokenizer and arguments.tokenizer
         ),
         "--special_tokens: a special token cannot be empty": "" in arguments.special_tokens,
-        "--write_text: cannot be combined with --train_tokenizer, which does not create shards": (
-            training and arguments.write_text
-        ),
-        f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
-            has_slices and limits
-        ),
         "use either --slice I/N, or --merge_slices N once all slices are prepared": (
             is_slice and arguments.merge_slices
         ),
         "--slice: not supported with --dataset; use its files instead, such as "
         "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": has_slices and arguments.dataset,
-        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": has_slices and training,
         "--deduplicate: not needed with --near_duplicates, which also removes exact duplicates; omit it": (
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
-    ignored = _unsupported("--train_tokenizer", arguments, REMOVE_DOCUMENTS) if training else []
-    return [*(problem for problem, is_there in checks.items() if is_there), *ignored]
+    problems = [problem for problem, is_there in checks.items() if is_there]
+    if training:
+        shard_options = ("write_text", "slice", "merge_slices")
+        problems += _unsupported("--train_tokenizer", arguments, (*REMOVE_DOCUMENTS, *shard_options))
+    if has_slices:
+        problems += _unsupported("slices, which cannot share a limit", arguments, ("max_documents", "max_tokens"))
+    return problems
 
 
 def _unsupported(mode: str, arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:

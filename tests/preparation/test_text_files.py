@@ -110,5 +110,5 @@ def test_an_invalid_split_is_a_bad_record(tmp_path, run):
 def test_text_is_not_written_without_shards(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--write_text")
-    with pytest.raises(InputError, match="--write_text: cannot be combined with --train_tokenizer"):
+    with pytest.raises(InputError, match="--write_text: not supported with --train_tokenizer; omit it"):
         run(*arguments, "--train_tokenizer", 300, with_tokenizer=False)
