@@ -261,6 +261,10 @@ def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = 
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
+RecordSource = Callable[[Reading], Iterable[Record]] | Sequence[Record]
+"""Records, or a function that reads them."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Part of the input, processed by a single worker. The split into parts depends only on the input."""
@@ -269,8 +273,8 @@ class Part:
     """Position to resume at after this part."""
     input_bytes: int
     """Size on disk in bytes."""
-    sources: Sequence[tuple[InputFile, Callable[[Reading], Iterable[Record]] | Sequence[Record]]]
-    """(source, its records or a function that reads them) pairs. Picklable."""
+    sources: Sequence[tuple[InputFile, RecordSource]]
+    """Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Yields (source, record) pairs. Filters out documents whose length isn't within the limits."""
@@ -376,51 +380,48 @@ def _is_small(source: InputFile, reading: Reading) -> bool:
 
 def _parts_of(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
     """Splits a large file into parts."""
+    pieces = _record_pieces(source, reading)
     if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
-        return _line_parts(source, number)
-    if source.format == "parquet" and not source.compression:
+        pieces = _line_pieces(source)
+    elif source.format == "parquet" and not source.compression:
         groups = containers.parquet_row_group_bytes(source.path)
         if groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
-            return _row_group_parts(source, number, groups)
-    return _record_parts(source, number, reading)
-
-
-def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
-    with source.open() as stream:
-        before = 0
-        line = 1
-        part = 0
-        content = b""
-        try:
-            for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
-                read = partial(formats.records_of_lines, line, content, source.format)
-                yield Part(Position(number, part), stream.consumed - before, [(source, read)])
-                before = stream.consumed
-        except DamagedFileError as error:
-            problem = Record(line + content.count(b"\n"), None, f"{error}; the rest of the file was not read")
-            yield Part(Position(number, part + 1), source.bytes - before, [(source, [problem])])
-
-
-def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
-    total = sum(groups) or 1
-    for row_group, size in enumerate(groups):
-        read = partial(records_of, source, row_group=row_group)
-        yield Part(Position(number, row_group + 1), source.bytes * size // total, [(source, read)])
-
-
-def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
-    stream = source.open()
+            pieces = _row_groups(source, groups)
     before = 0
-    part = 0
+    for part, (end, records) in enumerate(pieces, 1):
+        yield Part(Position(number, part), end - before, [(source, records)])
+        before = end
+
+
+def _line_pieces(source: InputFile) -> Iterator[tuple[int, RecordSource]]:
+    """Yields (end on disk, how to read the records) of consecutive pieces of a file, like the next two functions."""
+    line = 1
+    content = b""
+    with source.open() as stream:
+        try:
+            for line, content in formats.whole_lines(stream):
+                yield stream.consumed, partial(formats.records_of_lines, line, content, source.format)
+        except DamagedFileError as error:
+            problem = f"{error}; the rest of the file was not read"
+            yield source.bytes, [Record(line + content.count(b"\n"), None, problem)]
+
+
+def _row_groups(source: InputFile, groups: list[int]) -> Iterator[tuple[int, RecordSource]]:
+    total = sum(groups) or 1
+    ends = itertools.accumulate(source.bytes * size // total for size in groups)
+    for row_group, end in enumerate(ends):
+        yield end, partial(records_of, source, row_group=row_group)
+
+
+def _record_pieces(source: InputFile, reading: Reading) -> Iterator[tuple[int, RecordSource]]:
+    stream = source.open()
     size = 0
     found: list[Record] = []
     for record in records_of(source, reading, stream):
         found.append(record)
         size += len(record.text or b"")
         if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
-            part += 1
-            yield Part(Position(number, part), stream.consumed - before, [(source, found)])
-            before = stream.consumed
+            yield stream.consumed, found
             found = []
             size = 0
-    yield Part(Position(number, part + 1), source.bytes - before, [(source, found)])
+    yield source.bytes, found
