@@ -109,20 +109,19 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
     Raises InputError if bad records aren't allowed or there are too many. The tally doesn't change in this case.
     """
     if problems and options.on_error == "stop":
-        first = problems[0]
-        raise InputError(f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip bad records")
+        raise InputError(f"{problems[0].text}; fix the input, or use --on_error skip to skip bad records")
     bad_records = tally.bad_records
     for problem in problems:
         bad_records += problem.records
         if bad_records > options.max_errors:
             raise InputError(
-                f"{problem.place}: {problem.reason}. That makes {counted(bad_records, 'bad record')}, but "
+                f"{problem.text}. That makes {counted(bad_records, 'bad record')}, but "
                 f"--max_errors is {options.max_errors:,}; fix the input, or use a larger --max_errors to resume from "
                 "this record"
             )
     tally.bad_records = bad_records
     room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)
-    tally.first_bad_records += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
+    tally.first_bad_records += [problem.recorded for problem in problems[:room]]
 
 
 def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:

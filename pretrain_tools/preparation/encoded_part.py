@@ -84,11 +84,12 @@ class Tally:
 
 
 class Problem(NamedTuple):
-    """An unusable record. `place` is its full location for messages, `name` its location for the manifest."""
+    """An unusable record."""
 
-    place: str
-    name: str
-    reason: str
+    text: str
+    """Its location and the reason."""
+    recorded: str
+    """`text` for the manifest, which doesn't contain local folders."""
     records: int = 1
 
 

@@ -129,8 +129,7 @@ def slice_parts(manifest: Manifest, number: int, input_bytes: int, removed: np.n
 def _counts_of(folder: Path, number: int) -> EncodedPart:
     """Returns a part that contains only the slice's counts of skipped documents."""
     counts = Tally.recorded(folder)
-    named = [example.partition(": ") for example in counts.first_bad_records]
-    problems = [Problem(name, name, reason) for name, _, reason in named]
+    problems = [Problem(example, example) for example in counts.first_bad_records]
     if problems:
         # A slice lists only its first bad records, so the last listed one also counts for the unlisted ones.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))

@@ -36,9 +36,10 @@ def read_part(
         if record.text:
             records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
-            # The manifest doesn't contain local folders.
+            place = source.place(record.place)
             name = place_text(source.name, source.format, record.place)
-            problems.append(Problem(source.place(record.place), name, record.problem, record.problem_records))
+            reason = record.problem
+            problems.append(Problem(f"{place}: {reason}", f"{name}: {reason}", record.problem_records))
             if options.on_error == "stop":
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
