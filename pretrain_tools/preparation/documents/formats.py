@@ -211,12 +211,10 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             header = row
             if problem := checked(1, ",".join(header).encode(errors="surrogateescape")).problem:
                 raise DamagedFileError(f"the header is {problem}", _count_of(rows))
-            absent = [name for name in reading.fields if name not in header]
-            if absent:
-                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
             for name in reading.fields:
-                if (count := header.count(name)) > 1:
-                    raise DamagedFileError(f"{count} columns are named {name!r}", _count_of(rows))
+                if (count := header.count(name)) != 1:
+                    given = f"{count or 'no'} columns are named {name!r} (columns: {', '.join(header[:12])})"
+                    raise DamagedFileError(given, _count_of(rows))
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}

@@ -247,7 +247,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
         ("a.json", b'[{"text": "a"}, {"text', "invalid JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
-        ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
+        ("a.csv", b"id,body\n1,x\n", r"no columns are named 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "malformed row"),
         ("a.txt", b"caf\xe9", r"not UTF-8 \(0xe9 at byte 4\)$"),
         ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it with iconv"),
