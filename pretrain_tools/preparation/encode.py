@@ -97,10 +97,8 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[ReferenceEnco
     try:
         encoder = FastEncoder(tokenizer)
         encoder.compare([text.encode() for text in AGREEMENT_TEXTS])
-    except DisagreementError as error:
-        return ReferenceEncoder(tokenizer), str(error)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust code is a BaseException
-        return ReferenceEncoder(tokenizer), f"gigatoken cannot load this tokenizer ({one_line(error)})"
+        return ReferenceEncoder(tokenizer), f"gigatoken cannot be used ({one_line(error)})"
     return encoder, None
