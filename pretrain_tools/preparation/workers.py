@@ -137,8 +137,8 @@ def _started(address: str | None, workers: int | None):
         ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
     except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         ray.shutdown()
-        failed = f"--ray_address {address}: cannot reach the cluster ({one_line(error)}); start it with ray start"
-        if address is None:
-            failed = f"--engine ray: Ray failed to start ({one_line(error)}); try again, or use --workers"
-        raise InputError(failed) from None
+        raise InputError(
+            f"--engine ray: no connection to {address or 'Ray on this machine'} ({one_line(error)}); start a cluster "
+            "with ray start, or use --workers"
+        ) from None
     return ray
