@@ -106,8 +106,6 @@ def train_tokenizer(request: PreparationRequest) -> None:
     try:
         trained.save(temporary)
         (temporary / RECORD_FILE).write_bytes(as_json(record))
-        if output.is_dir():
-            output.rmdir()
         os.replace(temporary, output)
     except OSError as error:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
