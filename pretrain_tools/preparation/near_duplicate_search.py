@@ -56,6 +56,7 @@ class DuplicateSearch:
         self.order = InputOrder(manifests)
         self.settings = settings
         self._tokenizer = tokenizer
+        self._source_names = manifests[0].source_names
         digest = hashlib.sha256(b"".join((manifest.folder / MANIFEST_FILE).read_bytes() for manifest in manifests))
         self._work = work / digest.hexdigest()[:16]
         if self.order.documents >= MOST_DOCUMENTS:
@@ -135,7 +136,7 @@ class DuplicateSearch:
         pairs = np.unique(np.concatenate(pieces))
         pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
         # Cache only two documents, because documents can be large and pairs are sorted.
-        words = lru_cache(2)(self.words)
+        words = lru_cache(2)(self._words)
         parents: dict[int, int] = {}
         found = []
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
@@ -157,11 +158,38 @@ class DuplicateSearch:
         agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
         return agreement >= self.settings.threshold - SIGNATURE_MARGIN
 
-    def words(self, number: int) -> np.ndarray:
-        """Returns the hashes of a document's words."""
-        return self.settings.words([self.text(number).encode()])[0]
+    def report(self, duplicates: np.ndarray) -> dict[str, Any]:
+        """Returns counts and up to EXAMPLES_SHOWN examples of near duplicates, evenly spaced across the input."""
+        step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
+        examples = [
+            {
+                "jaccard": round(self.settings.similarity(self._words(one), self._words(other)), 4),
+                "removed": self._described(one),
+                "kept": self._described(other),
+            }
+            for one, other in duplicates[::step].tolist()
+        ]
+        return {
+            "documents": self.order.documents,
+            "removed": len(duplicates),
+            "clusters": len(np.unique(duplicates["kept"])),
+            "examples": examples,
+        }
 
-    def text(self, number: int, most_tokens: int | None = None) -> str:
+    def _described(self, number: int) -> dict[str, Any]:
+        (record,) = self.order.table(number, number + 1)
+        return {
+            "source": self._source_names[record["source"]],
+            "place": int(record["place"] % HELD_OUT),
+            "bytes": int(record["text_bytes"]),
+            "text": self._text(number, EXCERPT_TOKENS),
+        }
+
+    def _words(self, number: int) -> np.ndarray:
+        """Returns the hashes of a document's words."""
+        return self.settings.words([self._text(number).encode()])[0]
+
+    def _text(self, number: int, most_tokens: int | None = None) -> str:
         """Decodes a document's text from its token IDs, optionally only the first `most_tokens`.
 
         Spaces may differ from the original text.
@@ -188,36 +216,3 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
     later = np.flatnonzero(documents != firsts)
     earlier = np.concatenate([firsts[later], documents[later - 1]])
     return np.unique(np.tile(documents[later], 2) << np.uint64(32) | earlier)
-
-
-def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Returns counts and up to EXAMPLES_SHOWN examples of near duplicates, evenly spaced across the input.
-
-    Each excerpt has up to EXCERPT_TOKENS tokens.
-    """
-
-    def described(number: int) -> dict[str, Any]:
-        (record,) = search.order.table(number, number + 1)
-        source = manifests[0].source_names[int(record["source"])]
-        return {
-            "source": source,
-            "place": int(record["place"] % HELD_OUT),
-            "bytes": int(record["text_bytes"]),
-            "text": search.text(number, EXCERPT_TOKENS),
-        }
-
-    step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
-    examples = [
-        {
-            "jaccard": round(search.settings.similarity(search.words(one), search.words(other)), 4),
-            "removed": described(one),
-            "kept": described(other),
-        }
-        for one, other in duplicates[::step].tolist()
-    ]
-    return {
-        "documents": search.order.documents,
-        "removed": len(duplicates),
-        "clusters": len(np.unique(duplicates["kept"])),
-        "examples": examples,
-    }

@@ -27,12 +27,7 @@ from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNF
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encode import DisagreementError, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
-from pretrain_tools.preparation.near_duplicate_search import (
-    NEAR_DUPLICATES_FILE,
-    STAGES,
-    DuplicateSearch,
-    report_of,
-)
+from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE, STAGES, DuplicateSearch
 from pretrain_tools.preparation.plan import (
     PreparationRequest,
     refuse_differences,
@@ -141,8 +136,10 @@ class _Run:
         engine = self.request.engine
         progress = self._load_progress()
         if progress is NO_PROGRESS:
-            tokenizer.save(self.output / TOKENIZER_FOLDER)
-            sync_files(self.output / TOKENIZER_FOLDER)
+            folder = self.output / TOKENIZER_FOLDER
+            tokenizer.save(folder)
+            for path in [*folder.iterdir(), folder]:
+                sync_folder(path)
             # Write the plan after the tokenizer, so that a folder with a plan always contains a tokenizer.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
@@ -177,11 +174,10 @@ class _Run:
             jobs = search.missing(stage)
             progress = Progress(len(jobs), " tasks", f"near duplicates, {stage}")
             with closing(progress), closing(self._performed(search.perform, jobs)) as tasks:
-                for done, _ in enumerate(tasks if jobs else (), 1):
+                for done, _ in enumerate(tasks, 1):
                     progress.update(done)
         duplicates = search.duplicates()
-        report = report_of(search, duplicates, manifests)
-        write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
+        write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(search.report(duplicates)))
         self.removed = np.zeros(search.order.documents, bool)
         self.removed[duplicates["document"]] = True
 
@@ -287,10 +283,3 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
-
-
-def sync_files(folder: Path) -> None:
-    """Syncs a folder and its files to disk."""
-    for path in folder.iterdir():
-        sync_folder(path)
-    sync_folder(folder)
