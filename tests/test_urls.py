@@ -216,6 +216,19 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
         run("--input", tmp_path / "a.jsonl", *there)
 
 
+def test_unfinished_work_is_not_uploaded_over_an_output_that_another_machine_has_finished(tmp_path, run, memory):
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", "memory://bucket/tokens", "--staging")
+    run(*arguments, tmp_path / "staging")
+    whole = of_memory(memory, "/bucket/tokens")
+    unfinished = shutil.copytree(tmp_path / "staging", tmp_path / "other") / "memory/bucket/tokens"
+    (unfinished / ".unfinished").mkdir()
+    (unfinished / "manifest.json").unlink()
+    (unfinished / "train-00000.bin").write_bytes(b"12")
+    assert "0 files copied" in run(*arguments, tmp_path / "other")
+    assert of_memory(memory, "/bucket/tokens") == whole
+
+
 def test_uploading_to_an_output_url_resumes_after_a_failure(tmp_path, run, memory, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     given = ("--input", tmp_path / "a.jsonl", "--shard_tokens", 1000)

@@ -48,7 +48,7 @@ class Destination:
             held = self._store.sizes("")
             if self.last in held:
                 if not (self.local / self.last).is_file():
-                    self.local.mkdir(parents=True, exist_ok=True)
+                    self._discard_unfinished()
                     write_durably(self.local / self.last, self._store.read(self.last))
                 return
             if held and UNFINISHED_FILE not in held:
@@ -100,9 +100,7 @@ class Destination:
             held = self._store.sizes("")
             if self.last not in held:
                 return
-            self.local.mkdir(parents=True, exist_ok=True)
-            # Another machine has finished the folder, so discard unfinished local work.
-            shutil.rmtree(self.local / UNFINISHED_FILE, ignore_errors=True)
+            self._discard_unfinished()
             for name in sorted(held, key=lambda name: (name == self.last, name)):
                 path = self.local / name
                 if not path.is_file():
@@ -116,6 +114,12 @@ class Destination:
                 *problems, f"{self.local}: differs from the data at {self.shown}; remove it to download the data again"
             )
         say(f"copied {self.shown} to {self.local}", sys.stderr)
+
+    def _discard_unfinished(self) -> None:
+        """Removes unfinished local work. Call this if another machine has finished the folder."""
+        if (self.local / UNFINISHED_FILE).exists():
+            shutil.rmtree(self.local)
+        self.local.mkdir(parents=True, exist_ok=True)
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
