@@ -50,11 +50,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     if is_url(arguments.output or ""):
         last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
         destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
-    engines = arguments.engine.split(",")
-    on_ray = "ray" in engines
-    for engine in engines:
-        if engine not in ("auto", "reference", "ray"):
-            problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
+    on_ray = "ray" in arguments.engine
     cores = available_cores()
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -65,7 +61,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         options,
         tokenizer,
         destination.local if destination else Path(arguments.output or ""),
-        engine="reference" if "reference" in engines else "auto",
+        engine="reference" if "reference" in arguments.engine else "auto",
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
@@ -170,7 +166,12 @@ def _own_output(arguments: argparse.Namespace) -> str | None:
 
 def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
     """Creates the options that affect the output. Adds invalid ones to `problems`."""
-    choices = {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip"), "pre_tokenizer": tuple(PRE_TOKENIZERS)}
+    choices = {
+        "documents": DOCUMENT_UNITS,
+        "on_error": ("stop", "skip"),
+        "pre_tokenizer": tuple(PRE_TOKENIZERS),
+        "engine": ("auto", "reference", "ray", "reference,ray"),
+    }
     for name, allowed in choices.items():
         given = getattr(arguments, name)
         if given is not None and given not in allowed:
