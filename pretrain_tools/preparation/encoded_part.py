@@ -36,10 +36,8 @@ class Tally:
 
     def add(self, other: Self) -> None:
         """Adds another tally's counts, except `first_bad_records`."""
-        for name, value in vars(other).items():
-            if isinstance(value, int):
-                setattr(self, name, getattr(self, name) + value)
-        add_numbers(self.unread_members, other.unread_members)
+        counts = {name: value for name, value in vars(other).items() if isinstance(value, int | dict)}
+        add_numbers(vars(self), counts)
         self.cleaning.add(other.cleaning)
 
     def skipped(self) -> dict[str, Any]:
