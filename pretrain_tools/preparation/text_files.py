@@ -38,7 +38,7 @@ def compress(plain: Path, path: Path) -> None:
 
     path.parent.mkdir(exist_ok=True)
     # Use at least one thread, because zstd writes different frames without threads.
-    compressor = zstandard.ZstdCompressor(level=LEVEL, threads=max(1, os.cpu_count() or 1))
+    compressor = zstandard.ZstdCompressor(level=LEVEL, threads=os.cpu_count() or 1)
     with plain.open("rb") as source, path.open("wb") as target:
         compressor.copy_stream(source, target, size=plain.stat().st_size)
 

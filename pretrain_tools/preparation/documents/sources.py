@@ -336,8 +336,7 @@ class Files:
                 # runs ahead.
                 parts = _parts_of(source, number, reading) if end >= taken.start else ()
                 for part in parts:
-                    is_done = number == start.source and part.after.part <= start.part
-                    if offset in taken and not is_done:
+                    if offset in taken and part.after > start:
                         yield part
                     offset += part.input_bytes * compression_ratio(source)
                     if offset >= taken.stop:
