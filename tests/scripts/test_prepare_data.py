@@ -277,6 +277,20 @@ def test_all_problems_with_the_command_are_reported_at_once(tmp_path, run):
         assert expected in told
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--language", "unknown language"),
+        ("--decontaminate", "must be lm-eval tasks or item files"),
+        ("--split_field", "no field ''"),
+    ],
+)
+def test_an_empty_value_is_not_ignored(tmp_path, run, option, said):
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(InputError, match=said):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", option, "")
+
+
 def test_input_and_output_must_each_be_given_once(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(with_tokenizer=False)

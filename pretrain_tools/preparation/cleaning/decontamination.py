@@ -99,6 +99,8 @@ class Decontamination(CleaningStage):
 def read_decontamination(given: Sequence[str], words: int) -> Decontamination | None:
     """Creates the stage for --decontaminate, or None if there are no names. Names may be separated by commas."""
     names = [name for text in given for name in text.split(",") if name]
+    if given and not names:
+        raise InputError("--decontaminate: must be lm-eval tasks or item files, got an empty text")
     return Decontamination(read_benchmarks(names), words) if names else None
 
 

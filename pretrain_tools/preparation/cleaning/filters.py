@@ -48,7 +48,7 @@ def read_cleaning(
             problems.append(f"--filter {stage.label}(text, url): requires --url_field FIELD, the field with the URL")
     first = []
     if languages is not None or clean:
-        names = tuple((languages or "en").split(","))
+        names = tuple(("en" if languages is None else languages).split(","))
         first.append(problems.attempt(LanguageFilter, names, code=clean))
         first += sensible_set(names == ("en",)) if clean else []
     problems.stop_if_any()

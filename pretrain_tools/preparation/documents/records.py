@@ -72,7 +72,7 @@ class Reading:
         """All needed fields, without duplicates."""
         names = [name for _, name in self.pieces if name is not None]
         names += [name for name, _ in self.only]
-        return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
+        return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name is not None]))
 
     def leaves_out(self, text: bytes) -> bool:
         """Returns True if the text's length isn't within the limits."""
@@ -134,9 +134,9 @@ def fields_record(place: int, values: dict[str, Any], reading: Reading, availabl
         record = text_record(place, values[reading.text_field], reading.text_field)
     else:
         record = _filled(place, values, reading)
-    if reading.url_field:
+    if reading.url_field is not None:
         record = record._replace(url=as_text(values[reading.url_field]))
-    if reading.split_field:
+    if reading.split_field is not None:
         split = as_text(values[reading.split_field])
         if split not in SPLITS:
             return Record(place, None, f"field {reading.split_field!r} must be {' or '.join(SPLITS)}")
