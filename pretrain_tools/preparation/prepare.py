@@ -73,9 +73,6 @@ def prepare(request: PreparationRequest, report: Report = lambda tally: None) ->
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {output}: cannot be created: {error.strerror}; use a writable folder") from None
-    try:
         with folder_lock(state_folder / "lock"):
             # Another process may have finished the folder in the meantime, or died before this cleanup.
             finished = _finished(output, plan)
