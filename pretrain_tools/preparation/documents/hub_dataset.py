@@ -160,27 +160,24 @@ def joined_documents(
 
     A row that matches `start` starts a document. The document's place is its first row.
     """
-    lines: list[bytes] = []
-    place = 0
+    lines: list[Record] = []
     for records, input_bytes in tables:
         found = []
         for record in records:
             if record.problem is not None:
                 found.append(record)
-            elif record.text and start.fullmatch(record.text):
-                found += _document(place, lines)
-                lines = [record.text]
-                place = record.place
             elif record.text:
-                place = place or record.place
-                lines.append(record.text)
+                if start.fullmatch(record.text):
+                    found += _document(lines)
+                    lines = []
+                lines.append(record)
         yield found, input_bytes
-    yield _document(place, lines), 0
+    yield _document(lines), 0
 
 
-def _document(place: int, lines: list[bytes]) -> list[Record]:
-    text = b"".join(lines)
-    return [Record(place, text)] if text.strip() else []
+def _document(lines: list[Record]) -> list[Record]:
+    text = b"".join(line.text for line in lines)
+    return [Record(lines[0].place, text)] if text.strip() else []
 
 
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
