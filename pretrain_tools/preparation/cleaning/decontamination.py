@@ -30,7 +30,7 @@ FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 TASK_SUFFIXES = (".yaml", ".yml")
 SHORTEST_RUN_WORDS = 5
 
-ItemTexts = tuple[list[str], list[str]]
+ItemTexts = Sequence[list[str]]
 """Strings that identify a benchmark item: (strings that also match as a whole if they are short, strings that match
 only in a long run of words)."""
 
@@ -184,7 +184,4 @@ def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     if printed["problems"]:
         advice = "data paths in a task file are relative to the current folder, and other data is loaded from the Hub"
         raise InputError(*(f"--decontaminate {problem}; {advice}" for problem in printed["problems"]))
-    items: dict[str, list[ItemTexts]] = {}
-    for task, whole, parts in printed["items"]:
-        items.setdefault(task, []).append((whole, parts))
-    return [Benchmark(task, found) for task, found in items.items()]
+    return [Benchmark(task, items) for task, items in printed["items"].items()]

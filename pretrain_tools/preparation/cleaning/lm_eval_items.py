@@ -24,18 +24,18 @@ WORD = re.compile(r"\w+")
 
 
 def main() -> None:
-    """Prints {"items": [[task, *item_texts], ...], "problems": [text, ...]}.
+    """Prints {"items": {task: [item_texts, ...]}, "problems": [text, ...]}.
 
     The argument is a JSON list of task names, patterns, .yaml files or folders.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # send the harness's own output to stderr
-    items = []
+    items = {}
     problems = []
     for name in json.loads(sys.argv[1]):
         try:
             for task in load_tasks(name):
-                items += [[task.task_name, *item_texts(task, document)] for document in task.eval_docs]
+                items[task.task_name] = [item_texts(task, document) for document in task.eval_docs]
         except Exception as error:  # task code, the datasets library and the network may raise anything
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
             problems.append(f"{name}: {type(error).__name__}: {reason}")

@@ -172,17 +172,18 @@ def test_items_are_found_in_natural_form_for_any_prompt_and_fields(tasks, folder
 
 
 def test_lm_eval_items_are_questions_with_answers(tasks):
-    found = {benchmark.name: benchmark for benchmark in read_benchmarks([str(tasks / "tasks")])}
+    # Naming a task twice doesn't repeat its items.
+    found = {b.name: b for b in read_benchmarks([str(tasks / "tasks"), str(tasks / "tasks/quiz.yaml")])}
     assert sorted(found) == sorted(TASKS)
     pairs = found["pairs"]
     quiz = found["quiz"]
     sums = found["sums"]
     question = "Which of these is it then?"
     # The task's own words, the passage and the ID aren't part of an item.
-    assert quiz.items == [([question, f"{question} the first one", f"{question} the other"], [])]
-    assert pairs.items == [(["Some turtles alarm Kimberley.", "Some turtles come here Kimberley."], [])]
+    assert quiz.items == [[[question, f"{question} the first one", f"{question} the other"], []]]
+    assert pairs.items == [[["Some turtles alarm Kimberley.", "Some turtles come here Kimberley."], []]]
     problem = "Ann has two pears and eats one."
-    assert sums.items == [([problem, f"{problem} She has one pear."], [])]
+    assert sums.items == [[[problem, f"{problem} She has one pear."], []]]
 
 
 def test_files_with_the_same_name_are_separate_benchmarks(tmp_path):
@@ -198,7 +199,7 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "items.csv").write_text("a,b\n")
     printed = json.dumps(
-        {"items": [], "problems": ["helaswag: LookupError: no such task, and no such file or folder"]}
+        {"items": {}, "problems": ["helaswag: LookupError: no such task, and no such file or folder"]}
     )
     monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed, stderr=""))
     with pytest.raises(InputError) as caught:
