@@ -56,9 +56,7 @@ def load_tasks(name: str) -> list[Any]:
         names = [os.path.abspath(name)] if is_file else manager.match_tasks([name])
     if not names:
         raise LookupError("no such task, and no such file or folder")
-    found = manager.load(list(names))
-    tasks = {task.task_name: task for task in found["tasks"].values()}
-    return [tasks[task] for task in sorted(tasks)]
+    return sorted(manager.load(list(names))["tasks"].values(), key=lambda task: task.task_name)
 
 
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
