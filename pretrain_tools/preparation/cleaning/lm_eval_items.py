@@ -70,8 +70,8 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
     if isinstance(prompt, int):
         # The choices are different beginnings of a sentence, and the target is its end.
         target = task.doc_to_target(document)
-        ends = [target] if isinstance(target, str) else [""]
-        return [f"{choice} {end}".strip() for choice in task.doc_to_choice(document) for end in ends], []
+        end = target if isinstance(target, str) else ""
+        return [f"{choice} {end}".strip() for choice in task.doc_to_choice(document)], []
     prompt = prompt if isinstance(prompt, str) else ""
     strings = [(name, text) for name, text in strings_of(document) if text not in choices]
     shown = shown_in(prompt, strings)
@@ -87,10 +87,10 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 def question_texts(question: str, choices: Sequence[str]) -> list[str]:
     """Returns the question alone, and with each answer appended or filled into its blank."""
     end = " ".join(question.split()[-12:])
-    texts = [question, *(f"{end} {choice}" for choice in choices)]
-    if ANSWER_BLANK.search(question):
-        texts += [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
-    return list(dict.fromkeys(texts))
+    appended = [f"{end} {choice}" for choice in choices]
+    # Without a blank, this is the question itself.
+    filled_in = [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
+    return list(dict.fromkeys([question, *appended, *filled_in]))
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
