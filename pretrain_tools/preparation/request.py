@@ -158,10 +158,9 @@ def _documents(arguments: argparse.Namespace) -> Documents | None:
 
 def _own_output(arguments: argparse.Namespace) -> str | None:
     """Returns --output if an earlier call of this command has written it."""
-    output = arguments.output or ""
     ours = (RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE, UNFINISHED_FOLDER)
-    is_own = not is_url(output) and any(os.path.exists(os.path.join(output, name)) for name in ours)
-    return output if is_own else None
+    is_own = any(Path(arguments.output or "", name).exists() for name in ours)
+    return arguments.output if is_own else None
 
 
 def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
