@@ -43,7 +43,7 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
     destination = request.destination
     if destination:
         destination = replace(destination, url=f"{destination.url}.slices/{name}", local=output)
-    documents = request.documents.sliced(number, count)
+    documents = replace(request.documents, slice=(number, count))
     return replace(request, documents=documents, options=options, output=output, destination=destination)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,13 +104,13 @@ def test_slices_are_runs_of_parts_of_about_the_same_size(tmp_path, small_parts):
         write_jsonl(tmp_path / f"{name:02d}.jsonl", texts(int(rng.integers(0, 40))))
     documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
     whole = [part.after for part in documents.parts(Reading(), BEGINNING)]
-    slices = [list(documents.sliced(number, 8).parts(Reading(), BEGINNING)) for number in range(8)]
+    slices = [list(replace(documents, slice=(number, 8)).parts(Reading(), BEGINNING)) for number in range(8)]
     assert [part.after for parts in slices for part in parts] == whole
     sizes = [sum(part.input_bytes for part in parts) for parts in slices]
     assert sum(sizes) == documents.total_bytes and max(sizes) - min(sizes) < 4000
     # Each slice can be resumed from any of its partitions.
     middle = slices[3][1].after
-    assert read_in(documents.sliced(3, 8).parts(Reading(), middle)) == read_in(slices[3][2:])
+    assert read_in(replace(documents, slice=(3, 8)).parts(Reading(), middle)) == read_in(slices[3][2:])
 
 
 def test_no_document_is_lost_if_a_slice_ends_with_a_file(tmp_path, small_parts, monkeypatch):
@@ -117,7 +118,7 @@ def test_no_document_is_lost_if_a_slice_ends_with_a_file(tmp_path, small_parts, 
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps([{"text": f"{name}{n:02d}" * 20} for n in range(40)]))
     documents = Files(find_sources([f"{tmp_path}/*.json"]))
-    slices = [read_in(documents.sliced(number, 2).parts(Reading(), BEGINNING)) for number in range(2)]
+    slices = [read_in(replace(documents, slice=(number, 2)).parts(Reading(), BEGINNING)) for number in range(2)]
     assert slices[0] + slices[1] == read_in(documents.parts(Reading(), BEGINNING))
 
 

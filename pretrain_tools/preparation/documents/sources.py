@@ -278,10 +278,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Files:
-    """Input documents in local files or at URLs. slice: (number, count), the slice to read."""
+    """Input documents in local files or at URLs."""
 
     sources: Sequence[InputFile]
     slice: tuple[int, int] = (0, 1)
+    """(number, count): the slice to read. A part belongs to the slice in which it begins."""
     maximum_documents: None = None
 
     @property
@@ -304,10 +305,6 @@ class Files:
             }
             for source in self.sources
         ]
-
-    def sliced(self, number: int, count: int) -> "Files":
-        """Returns slice `number` of `count`. A part belongs to the slice in which it begins."""
-        return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
         """Yields the parts in order, beginning at `start`. Reads only large files, to split them."""
