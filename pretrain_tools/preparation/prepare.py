@@ -130,7 +130,6 @@ class _Run:
     def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
-        engine = self.request.engine
         progress = self._load_progress()
         if progress is NO_PROGRESS:
             folder = self.output / TOKENIZER_FOLDER
@@ -145,7 +144,7 @@ class _Run:
             self._find_near_duplicates()
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
-            encoder, reason = make_encoder(tokenizer, engine)
+            encoder, reason = make_encoder(tokenizer, self.request.engine)
             if reason:
                 say(f"using the tokenizers library: {reason}", sys.stderr)
         try:

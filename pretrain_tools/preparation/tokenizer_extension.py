@@ -47,23 +47,20 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
             "--tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]
-    # A new ID for a known token would replace its old one.
-    ids = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    taken = [f"{token} (ID {ids[token]:,})" for token in special_tokens if token in ids]
+    # Added tokens in the model's vocabulary keep their IDs. A new ID for a known token would replace its old one.
+    vocabulary = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    taken = [f"{token} (ID {vocabulary[token]:,})" for token in special_tokens if token in vocabulary]
     if taken:
         raise InputError(
             f"--special_tokens: --tokenizer {base.name} already has the tokens {', '.join(taken)}; omit them to keep "
             "them as they are, or use names that are not in its vocabulary"
         )
     refuse_words(special_tokens, base.backend.pre_tokenizer)
-    number = size - base.vocabulary_size - len(special_tokens)
-    if number < 0 or size == base.vocabulary_size:
+    if size < base.vocabulary_size + len(special_tokens) or size == base.vocabulary_size:
         raise InputError(
             f"--train_tokenizer {size:,}: is too small, because --tokenizer {base.name} already has "
             f"{base.vocabulary_size:,} tokens and --special_tokens adds {len(special_tokens)}; use a larger size"
         )
-    # Put added tokens into the model's vocabulary, so that they keep their IDs.
-    vocabulary = dict(ids)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     next_id = base.vocabulary_size
     for token in special_tokens:
@@ -73,7 +70,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     known = set(merges)
     for pair in frequent_pairs(*words_of(base, texts)):
-        if number == 0:
+        if next_id == size:
             break
         if pair in known:
             continue
@@ -82,7 +79,6 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
         if (token := "".join(pair)) not in vocabulary:
             vocabulary[token] = next_id
             next_id += 1
-            number -= 1
     model |= {"vocab": vocabulary, "merges": [list(pair) for pair in merges]}
     files = {name: content for name, content in base.files.items() if name not in STALE_FILES}
     content = json.dumps(tokenizer, ensure_ascii=False).encode()
