@@ -4,10 +4,9 @@ import argparse
 from typing import Any
 
 COUNTS = (
-    *("min_characters", "max_characters", "decontaminate_words"),
-    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices"),
-    *("train_tokenizer", "tokenizer_sample_bytes"),
-)
+    "min_characters", "max_characters", "decontaminate_words", "max_documents", "max_tokens", "max_errors",
+    "shard_tokens", "workers", "merge_slices", "train_tokenizer", "tokenizer_sample_bytes",
+)  # fmt: skip
 """Options that accept counts such as 10e9, 100M, 10B or 2k."""
 # Counts and fractions are parsed in request.py, which reports all problems in a single error.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
