@@ -138,7 +138,7 @@ def _started(address: str | None, workers: int | None):
     except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         ray.shutdown()
         raise InputError(
-            f"--engine ray: no connection to {address or 'Ray on this machine'} ({one_line(error)}); start a cluster "
-            "with ray start, or use --workers"
+            f"--engine ray: no connection to {address or 'Ray on this machine'} ({one_line(error)}); try again, "
+            "start a cluster with ray start, or use --workers"
         ) from None
     return ray
