@@ -93,7 +93,8 @@ def _cleaning_lines(account: CleaningAccount) -> list[str]:
     lines = [f"{name}: {_shares_text(values)}" for name, values in measures.items() if values]
     for rule, drawn in account.samples.items():
         for sample in list(drawn.values())[:SAMPLED_DOCUMENTS]:
-            lines.append(f"  {rule}: {sample['source']}, {sample['place']:,}{measured_text(sample)}")
+            measured = measured_text(sample)
+            lines.append(f"  {rule}: {sample['source']}, {sample['place']:,}{measured and f' ({measured})'}")
             lines += _quoted(sample["text"])
     return lines
 

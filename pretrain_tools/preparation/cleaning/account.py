@@ -116,18 +116,22 @@ class CleaningAccount:
             self.add_found(name, more["documents"], numbers_in(more["entries"]))
 
     def removed_whole_lines(self) -> list[str]:
-        """Describes sources that lost more than 90% of their bytes, with the rule that removed most documents."""
+        """Describes sources that lost more than 90% of their bytes, and the rules responsible."""
         whole = []
         for source, rules in self.by_source.items():
             stays = rules.get(KEPT, {"bytes": 0})["bytes"]
             if source == OTHER_SOURCES or 10 * stays >= sum(amounts["bytes"] for amounts in rules.values()):
                 continue
-            removed = {rule: amounts["documents"] for rule, amounts in sorted(rules.items()) if rule != KEPT}
-            rule = max(removed, key=removed.get)
-            samples = [sample for sample in self.samples.get(rule, {}).values() if sample["source"] == source]
-            whole.append(f"{source}: mostly removed by {rule}{next(filter(None, map(measured_text, samples)), '')}")
+            removed = sorted((-amounts["documents"], rule) for rule, amounts in rules.items() if rule != KEPT)
+            examples = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
+            whole.append(f"{source}: mostly removed by {examples}")
         more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
         return whole[:MOST_NAMED] + more
+
+    def _example(self, rule: str, source: str, documents: int) -> str:
+        samples = [sample for sample in self.samples.get(rule, {}).values() if sample["source"] == source]
+        measured = next(filter(None, map(measured_text, samples)), "")
+        return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
         """Returns the manifest entry, which contains everything except the samples, sorted by name."""
@@ -142,12 +146,12 @@ class CleaningAccount:
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
-    """Formats the measured value and limit, such as ' (0.42, at least 0.8)'; '' if the rule has no limit."""
+    """Formats the measured value and limit, such as '0.42, at least 0.8'; '' if the rule has no limit."""
     if "value" not in sample:
         return ""
     value = sample["value"]
     limit = sample["limit"]
-    return f" ({value:,.6g}, {'at least' if value < limit else 'at most'} {limit:,.6g})"
+    return f"{value:,.6g}, {'at least' if value < limit else 'at most'} {limit:,.6g}"
 
 
 def domain_of(url: str) -> str:

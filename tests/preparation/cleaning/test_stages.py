@@ -136,8 +136,8 @@ def test_a_completely_removed_file_shows_the_rule_the_value_and_the_limit(tmp_pa
 
 
 def test_values_and_limits_are_shown_with_six_digits():
-    assert measured_text({"value": 0.79999, "limit": 0.8}) == " (0.79999, at least 0.8)"
-    assert measured_text({"value": 202651, "limit": 100000}) == " (202,651, at most 100,000)"
+    assert measured_text({"value": 0.79999, "limit": 0.8}) == "0.79999, at least 0.8"
+    assert measured_text({"value": 202651, "limit": 100000}) == "202,651, at most 100,000"
     assert measured_text({}) == ""
 
 
