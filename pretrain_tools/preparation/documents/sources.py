@@ -97,7 +97,7 @@ def find_sources(
         if not found:
             remedy = "no such file; quote patterns, and use ** to search subfolders"
             if os.path.isdir(pattern):
-                remedy = f"is a folder; specify its files, such as '{pattern}/**/*.txt'"
+                remedy = f"is a folder; specify its files, such as '{pattern}/**/*{_usual_suffix(pattern)}'"
             elif os.path.exists(pattern):
                 remedy = "is a pipe or a device; save its content to a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
@@ -119,6 +119,14 @@ def find_sources(
     problems += [f"--input: two files are named {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
     return sources
+
+
+def _usual_suffix(folder: str) -> str:
+    """Finds the most frequent suffix of the documents in a folder, such as .txt; .jsonl if there are none."""
+    paths = (path for path in _matching(folder, ["**", "*"]) if format_by_name(path))
+    names = [os.path.basename(path) for path in itertools.islice(paths, RECORDS_PER_PART)]
+    counts = collections.Counter(name[name.lower().rindex(inner_suffix(name)[0]) :] for name in names)
+    return max(sorted(counts), key=counts.get, default=".jsonl")
 
 
 def files_matching(pattern: str) -> list[str]:

@@ -407,7 +407,7 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     missing, folder, pipe, unknown, nameless = caught.value.problems
     assert "pipe.txt: is a pipe or a device; save its content to a file" in pipe
     assert "no such file; quote patterns" in missing
-    assert f"is a folder; specify its files, such as '{tmp_path}/**/*.txt'" in folder
+    assert "is a folder; specify its files, such as" in folder
     assert "unknown format .doc; use .jsonl" in unknown
     assert "unknown format (no suffix)" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
@@ -415,3 +415,21 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     with pytest.raises(InputError, match="excludes all 2 input files"):
         find_sources([f"{tmp_path}/*"], exclude=["*"])
     assert texts_of([tmp_path / "a.doc"], format_name="txt") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("names", "suffix"),
+    [
+        ([], ".jsonl"),
+        (["a.py", "b/c.py", "d.txt"], ".py"),
+        (["a.jsonl.zst", "b.docx", "c.docx"], ".jsonl.zst"),
+        (["A.TGZ"], ".TGZ"),
+    ],
+)
+def test_a_folder_is_refused_with_a_pattern_for_its_files(tmp_path, names, suffix):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    said = f"is a folder; specify its files, such as '{tmp_path}/**/*{suffix}'"
+    with pytest.raises(InputError, match=re.escape(said)):
+        find_sources([str(tmp_path)])
