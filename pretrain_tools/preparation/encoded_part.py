@@ -60,16 +60,14 @@ class Tally:
         more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
         return f"{self.empty_documents:,} empty, {self.bad_records:,} bad{more}"
 
-    def nothing_left_text(self) -> str:
-        """Describes why no documents are left. Lists the first bad records, and the sources removed by cleaning."""
-        removed = sum(amounts["documents"] for amounts in self.cleaning.removed.values())
-        message = (
-            f"no documents are left (skipped {self.skipped_text()}; {removed:,} removed by cleaning); use files that "
-            "contain text, or change --text_field, --input_format, --only, --min_characters, --max_characters or "
-            "--filter"
-        )
-        examples = self.first_bad_records[:BAD_RECORDS_SHOWN] + self.cleaning.removed_whole_lines()
-        return "\n  ".join([message, *examples])
+    def advice_if_empty(self) -> str:
+        """Returns what to change if all documents were skipped. Lists the first bad records."""
+        if self.bad_records:
+            advice = "fix the bad records, or set --text_field or --input_format to match them:"
+            return "\n  ".join([advice, *self.first_bad_records[:BAD_RECORDS_SHOWN]])
+        if self.filtered_documents:
+            return "change --only, --min_characters or --max_characters, which excluded all documents"
+        return "use files that contain text"
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:

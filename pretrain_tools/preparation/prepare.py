@@ -214,17 +214,27 @@ class _Run:
             if not intake.tally.documents and options.slice is None:
                 # Otherwise the folder would be kept to resume from.
                 shutil.rmtree(self.state_folder / FIRST_PASS, ignore_errors=True)
-                if intake.is_complete:
-                    raise InputError(
-                        f"the first document is longer than --max_tokens {options.max_tokens:,}; use a larger limit"
-                    )
-                raise InputError(intake.tally.nothing_left_text())
+                raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
         except InputError:
             # Save the work done before the bad record.
             if intake.tally.documents:
                 intake.commit()
             raise
+
+    def _nothing_found(self, tally: Tally, is_first_too_long: bool) -> str:
+        if is_first_too_long:
+            limit = self.request.options.max_tokens
+            return (
+                f"the first document is longer than --max_tokens {limit:,}, so nothing was written; raise --max_tokens"
+            )
+        removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
+        skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
+        if not removed:
+            return f"the input contains no documents ({skipped}), so nothing was written; {tally.advice_if_empty()}"
+        advice = "use --filter to change a filter's parameters"
+        message = f"no documents are left ({skipped}), so nothing was written; {advice}"
+        return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
 
     def _encoded(self, start: Position, encoder: ReferenceEncoder | None) -> Iterator[EncodedPart]:
         """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""

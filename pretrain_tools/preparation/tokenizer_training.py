@@ -98,8 +98,10 @@ def train_tokenizer(request: PreparationRequest) -> None:
         trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
         if sample.held_out:
-            raise InputError("all documents are in the validation split; set --validation_fraction 0 to train on them")
-        raise InputError(sample.skipped.nothing_left_text())
+            advice = "all are in the validation split: set --validation_fraction 0"
+        else:
+            advice = f"skipped {sample.skipped.skipped_text()}; {sample.skipped.advice_if_empty()}"
+        raise InputError(f"the input contains no documents to train on; {advice}")
     temporary = output.with_name(output.name + ".tmp")
     try:
         trained.save(temporary)

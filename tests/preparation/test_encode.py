@@ -259,7 +259,7 @@ def test_bad_training_input_leaves_nothing_behind(tmp_path):
     with pytest.raises(InputError, match=r"a.txt, line 3: not UTF-8"):
         train(tmp_path, tmp_path / "one")
     (tmp_path / "a.txt").write_bytes(b"\n\n")
-    with pytest.raises(InputError, match="no documents are left"):
+    with pytest.raises(InputError, match="the input contains no documents to train on"):
         train(tmp_path, tmp_path / "one")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

@@ -170,7 +170,7 @@ def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
 @pytest.mark.parametrize("content", [b"", b'{"text": ""}\n', b"\n\n"])
 def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match="no documents are left"):
+    with pytest.raises(InputError, match=r"the input contains no documents .* nothing was written"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--max_tokens", 5)
     assert not (tmp_path / "out").exists()
 
@@ -179,8 +179,8 @@ def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, 
 @pytest.mark.parametrize(
     "option, said",
     [
-        (("--text_field", "body", "--on_error", "skip"), r"--text_field, .*\n  a.jsonl, line 1: no field 'body'"),
-        (("--min_characters", 100), r"0 bad, 2 filtered.* change .*--only, --min_characters"),
+        (("--text_field", "body", "--on_error", "skip"), r"--text_field .*\n  a.jsonl, line 1: no field 'body'"),
+        (("--min_characters", 100), r"0 bad, 2 filtered.* change --only, --min_characters"),
     ],
 )
 def test_why_no_documents_are_left_is_told(tmp_path, run, goal, option, said):
@@ -230,14 +230,14 @@ def test_why_a_dataset_cannot_be_read_is_told(tmp_path, run):
 
 def test_a_near_duplicate_search_without_documents_leaves_nothing(tmp_path, run):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ""}\n')
-    with pytest.raises(InputError, match="no documents are left"):
+    with pytest.raises(InputError, match="nothing was written"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", 0.8)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_first_document_longer_than_max_tokens_is_an_error_that_leaves_nothing(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["", "many more than five tokens of text"])
-    with pytest.raises(InputError, match="the first document is longer than --max_tokens 5; use a larger"):
+    with pytest.raises(InputError, match=r"the first document is longer than --max_tokens 5, .* raise --max_tokens"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--max_tokens", 5)
     assert not (tmp_path / "out").exists()
 
