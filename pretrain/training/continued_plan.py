@@ -124,7 +124,7 @@ def continued(
     state: RunState,
     changes: Changes,
     *,
-    is_finished: bool = False,
+    is_finished: bool,
 ) -> RunPlan:
     """Plans all steps of a run that continues from a checkpoint.
 
@@ -391,12 +391,13 @@ def continue_from(
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
     state = continued_state(config, contents, changes, trunk).after_rollbacks(rollbacks)
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
+    state = without_ranges_ahead(state, whole)
     problems += decay_problems(whole, contents, changes, config.branch_from)
     problems += time_problems(config, whole, state)
     if begins_branch and state.anneal_from is None and whole.total_steps <= state.step:
         problems.append(f"budget: ends at step {whole.total_steps:,}, where the branch begins; raise it")
     rewinds_to = rewind_step(whole, contents, changes)
-    is_complete = is_finished and state.step >= whole.annealing(state.anneal_from, state.anneal_steps).total_steps
+    is_complete = is_finished and state.step >= whole.in_effect(state).total_steps
     stop_at_step = config.checkpoint.stop_at_step
     if stop_at_step is not None and state.step >= stop_at_step and rewinds_to is None and not is_complete:
         problems.append(
@@ -404,7 +405,6 @@ def continue_from(
             "null, to continue"
         )
     problems.stop_if_any()
-    state = without_ranges_ahead(state, whole)
     return Continuation(whole, state, changes, rewinds_to)
 
 
@@ -432,7 +432,7 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         found = stable[-1]
         continuation = continue_from(config, plan, asked, found, read_state(found), **how)
     state = continuation.state
-    effective = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
+    effective = continuation.plan.in_effect(state)
     if is_finished and state.step >= effective.total_steps:
         return f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final.", True
     return describe_continuation(effective, state, continuation.changes, found), False

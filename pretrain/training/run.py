@@ -103,8 +103,7 @@ class Run(SetLater):
     def replan(self) -> None:
         """Updates the plan in effect from the whole plan and the state."""
         # In this order: a requested decay changes the end of the run, and `last_step` truncates any run.
-        plan = self.whole_plan.leaving_out(self.state.left_out)
-        self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
+        self.plan = self.whole_plan.in_effect(self.state).cut(self.last_step)
         self.log.total_steps = self.plan.total_steps
 
     @property

@@ -4,12 +4,12 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from pretrain.checkpoint.run_state import RunState
 from pretrain.config import (
     Budget,
     Cadence,
@@ -20,7 +20,7 @@ from pretrain.config import (
     Samples,
     WindowSpec,
 )
-from pretrain.data.batches import Batches, SkippedRange, open_training
+from pretrain.data.batches import Batches, open_training
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
@@ -175,21 +175,21 @@ class RunPlan(ModelPlan):
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
-    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """Returns the plan without these samples. Later samples take their place."""
-        return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
-
-    def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """Returns the plan with a final decay of `steps` steps from `from_step`; unchanged if `from_step` is None."""
-        if from_step is None:
-            return self
-        schedule = Annealing(self.schedule, from_step, steps)
-        return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
+    def in_effect(self, state: RunState) -> "RunPlan":
+        """Returns the plan without skipped samples, which later ones replace, and with a requested final decay."""
+        plan = self
+        if state.left_out:
+            plan = replace(plan, batches=plan.batches.changed(skipped=state.left_out))
+        if state.anneal_from is not None:
+            schedule = Annealing(plan.schedule, state.anneal_from, state.anneal_steps)
+            plan = replace(plan, schedule=schedule).with_steps(state.anneal_from + state.anneal_steps)
+        return plan
 
     def cut(self, steps: int | None) -> "RunPlan":
         """Returns the plan truncated to `steps` steps. The schedule doesn't change."""
-        if steps is None or steps >= self.total_steps:
-            return self
+        return self if steps is None or steps >= self.total_steps else self.with_steps(steps)
+
+    def with_steps(self, steps: int) -> "RunPlan":
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
