@@ -17,7 +17,6 @@ from pretrain.config import (
     ModelSource,
     Optim,
     RunConfig,
-    Samples,
     WindowSpec,
 )
 from pretrain.data.batches import Batches, open_training
@@ -309,14 +308,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # even if the data has problems
     if model is None:
         raise InputError(*of_data)
-    if config.loss.terms and not model.from_hidden_states:
-        raise InputError(
-            *of_data,
-            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
-            "alone, but loss terms have no access to anything else; use a model that does, such as llama or qwen3",
-        )
-    of_data += rows_problems(config, model)
-
+    of_data += probed_problems(config, model)
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
         schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
@@ -364,7 +356,11 @@ def model_problems(config: RunConfig, meta_model: PreTrainedModel, device_type: 
 
         scales_width = config.optim.parametrization != "standard"
         problems += problems.attempt(term_problems, config.loss, config.compile, scales_width=scales_width) or []
-    problems.attempt(require_generation, config.samples, meta_model)
+    if config.samples.is_set and not meta_model.can_generate():
+        problems.append(
+            f"samples: {type(meta_model).__name__} has no generate(); inherit from transformers' GenerationMixin as "
+            "well, or omit samples"
+        )
     problems += checkpointing_problems(config, meta_model)
     return problems
 
@@ -418,22 +414,26 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     )
 
 
-def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
-    """Lists settings that don't work with documents in separate rows (see model/document_rows.py)."""
-    if not classes_in_rows(model.attention):
-        return []
+def probed_problems(config: RunConfig, model: ModelPlan) -> list[str]:
+    """Lists settings that don't work with what the probe found, such as documents in rows (model/document_rows.py)."""
     problems = []
-    how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
-    if config.compile == "full":
+    model_type = model.model_config.model_type
+    mixers = classes_in_rows(model.attention)
+    how = f"each document is a separate row in {' and '.join(mixers)}"
+    if config.loss.terms and not model.from_hidden_states:
         problems.append(
-            f"compile: full does not work with data.document_mask and {model.model_config.model_type}: {how}, so "
-            "shapes change with every batch; use regional, or data.document_mask: false"
+            f"loss.terms: {model_type} does not compute its logits from the last hidden states alone, but loss terms "
+            "have no access to anything else; use a model that does, such as llama or qwen3"
         )
-    if (asked := requested_sizes()).keys() & {"pp", "cp"}:
+    if mixers and config.compile == "full":
         problems.append(
-            f"model: {model.model_config.model_type} does not work with {' and '.join(asked.keys() & {'pp', 'cp'})} "
-            f"and data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
-            "data.document_mask: false with pp"
+            f"compile: full does not work with data.document_mask and {model_type}: {how}, so shapes change with "
+            "every batch; use regional, or data.document_mask: false"
+        )
+    if mixers and (split := requested_sizes().keys() & {"pp", "cp"}):
+        problems.append(
+            f"model: {model_type} does not work with {' and '.join(split)} and data.document_mask: {how}, but these "
+            "dimensions split micro-batches or sequences; use fsdp2, or data.document_mask: false with pp"
         )
     return problems
 
@@ -577,15 +577,6 @@ def check_factors(schedule: Schedule) -> None:
     """Computes up to 1,000 learning rates of the run. Raises InputError if an extension's schedule has an error."""
     for step in range(0, schedule.total_steps, -(-schedule.total_steps // 1000)):
         schedule.factor(step)
-
-
-def require_generation(settings: Samples, model: PreTrainedModel) -> None:
-    """Raises InputError if samples are enabled, but the model can't generate text."""
-    if settings.is_set and not model.can_generate():
-        raise InputError(
-            f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, "
-            "or omit samples"
-        )
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:
