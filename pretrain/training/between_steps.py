@@ -45,8 +45,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
         **log.energy(),
     }
-    log.pace = run.throughput.pace
-    log.seconds_left = run.clock.left
+    log.seconds_left = seconds_left(run)
     log.write("train", step=step, tokens=run.state.tokens, **figures)
     for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
         if warning:
@@ -55,6 +54,12 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         run.evaluations.fetch()
     if run.mirror:
         run.mirror.look()
+
+
+def seconds_left(run: Run) -> float | None:
+    """Returns the expected time to the end of training, or None if it is unknown."""
+    pace = run.throughput.pace
+    return pace and min((run.plan.total_steps - run.state.step) * pace, run.clock.left)
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
@@ -68,8 +73,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     parts += [f"loss {report.loss:.4f}" for report in reports[-1:]]
     if seconds := run.throughput.pace:
         rate = plan.tokens_in(step - 1) / seconds
-        left = min((plan.total_steps - step) * seconds, run.clock.left)
-        parts += [f"{rate:,.0f} tok/s", f"{duration_text(left)} left"]
+        parts += [f"{rate:,.0f} tok/s", f"{duration_text(seconds_left(run))} left"]
         if run.peak_flops:
             mfu = run.stage.flops_per_token * rate / (run.peak_flops * run.strategy.ranks.count)
             parts.append(f"MFU {mfu:.1%}")

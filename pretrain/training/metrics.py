@@ -181,10 +181,8 @@ class Metrics:
         self._meter: EnergyMeter | None = None
         self._position_now: dict[str, int] | None = None
         self._drawn = 0.0
-        self.pace: float | None = None
-        """Expected seconds per step; None if unknown."""
-        self.seconds_left = math.inf
-        """Remaining seconds in budget.minutes."""
+        self.seconds_left: float | None = None
+        """Expected time to the end of training; None if unknown."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines = LineFile(run / METRICS_FILE)
@@ -309,9 +307,8 @@ class Metrics:
     def _in_words(self, event: str, values: dict[str, Any]) -> str:
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
-            left = self.total_steps - values["step"]
-            seconds = min(left * self.pace, self.seconds_left) if self.pace is not None else None
-            texts["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
+            left = self.seconds_left
+            texts["left_text"] = f"{duration_text(left)} left" if left is not None else ""
             texts["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             texts["tokens_text"] = f"{count_text(values['tokens'])} tokens"
             terms = {name: value for name, value in values.items() if name.startswith("loss_")}
