@@ -279,14 +279,15 @@ def own_name(key: str) -> str:
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
-    if (now := current_path(key)) != key:
-        if is_first_process():
-            say(f"--{key}: is now --{now}", sys.stderr)
-        return now
+    now = current_path(key)
+    what = f"is now --{now}"
     if theirs in SETTINGS_ELSEWHERE:
+        now = SETTINGS_ELSEWHERE[theirs]
+        what = f"interpreted as --{now} (docs/coming_from.md)"
+    if now != key:
         if is_first_process():
-            say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
-        return SETTINGS_ELSEWHERE[theirs]
+            say(f"--{key}: {what}", sys.stderr)
+        return now
     if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
         return key
     if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:

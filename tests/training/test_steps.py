@@ -226,7 +226,10 @@ def test_the_first_process_on_each_machine_judges_it(tmp_path, monkeypatch):
 
     in_processes(3, start)
     warnings = [(event["event"], event["message"]) for event in read_metrics(tmp_path / "run")]
-    assert warnings == [("warning", "all 2 machines: cores: too few"), ("warning", "node1: network: TCP")]
+    assert warnings == [
+        ("warning", "2 of 2 machines (node0, node1): cores: too few"),
+        ("warning", "1 of 2 machines (node1): network: TCP"),
+    ]
 
 
 def test_warnings_of_a_single_process_name_no_machine(tmp_path, monkeypatch):
