@@ -127,13 +127,9 @@ class Watched:
         self.layers = layers
         self.strategy = strategy
         self.layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-        zeros = functools.partial(torch.zeros, len(layers), device=strategy.device)
-        self.squares = zeros()
-        self.elements = zeros()
-        self.units = zeros()
-        self.unit_squares = zeros()
-        self.holders = zeros()
-        """Number of ranks that hold the layer."""
+        self.sums = torch.zeros(5, len(layers), device=strategy.device)
+        self.squares, self.elements, self.units, self.unit_squares, self.holders = self.sums
+        """Views of `sums`. holders: number of ranks that hold the layer."""
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
         """{layer: one (units + 1,) tensor per call}: maximum magnitude per unit, then the mean square of all units."""
@@ -196,8 +192,7 @@ class Watched:
             self.units[number] = of_calls.shape[1] - 1
             self.unit_squares[number] = of_calls[:, -1].mean()
             self.holders[number] = 1
-        sums = torch.stack([self.squares, self.elements, self.units, self.unit_squares, self.holders])
-        squares, elements, units, unit_squares, holders = self.strategy.sum(sums, by_layer=True)
+        squares, elements, units, unit_squares, holders = self.strategy.sum(self.sums, by_layer=True)
         units, unit_squares = units / holders.clamp(min=1), unit_squares / holders.clamp(min=1)
         # A unit is off only if it is off on every rank, because each rank has other tokens.
         used = torch.zeros(len(self.layers), max(1, int(units.max())), device=units.device)

@@ -84,7 +84,7 @@ def announce(run: Run, peak_source: str) -> str:
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
-        **({"energy": energy} if energy else {}),
+        "energy": energy,
         **{
             f"best fit, {plan.batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
             for (number, length), packing in packings.items()
@@ -197,8 +197,8 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
     return rows
 
 
-def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
-    """Returns the startup banner. built: rows about the built objects."""
+def banner(config: RunConfig, plan: RunPlan, built: dict[str, str | None]) -> str:
+    """Returns the startup banner. built: rows about the built objects; None for rows to leave out."""
     ramp = plan.ramp
     length = config.data.sequence_length
     micro = config.batch.sequences_per_micro_batch
@@ -220,16 +220,16 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **stages_in_words(plan),
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
-        **({} if config.averaging.kind == "none" else {"average": f"of the weights, {config.averaging.kind}"}),
+        "average": f"of the weights, {config.averaging.kind}" if config.averaging.kind != "none" else None,
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
         + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
-    return table(list(rows.items()))
+    return table([row for row in rows.items() if row[1] is not None])
 
 
-def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
+def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str | None]:
     """Returns the banner rows for the device and the model."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision != "bf16"
@@ -240,19 +240,19 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     attention = without_rows(model.attention) + (", within documents" if config.data.document_mask else "")
     if mixers := classes_in_rows(model.attention):
         attention += f"; {' and '.join(mixers)} with each document in a separate row"
-    kernels = {}
+    kernels = None
     if device.type == "cuda":
         from pretrain.model.kernels import kernels_used
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
-        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), **here)}
+        kernels = kernels_used(config.attention, without_rows(model.attention), **here)
     return {
         "device": device_in_words(device),
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
         "vocabulary": vocabulary,
         "precision": f"{precision}{reason}, weights and optimizer in {weights}",
         "attention": "; rejected ".join([attention, *model.attention_passed_over]),
-        **kernels,
+        "kernels": kernels,
     }
 
 
