@@ -87,17 +87,17 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     """
     planned = contents["plan"]
     schedule = planned["schedule"]
-    if "settings" in contents or not (
+    if contents.keys() >= {"settings", "data"} or not (
         begins_branch
         or plan.total_steps not in (planned["total_steps"], schedule["total_steps"])
         or plan.schedule.name != schedule["name"]
-        or plan.identity["batch.tokens_per_step"] != contents["identity"]["batch.tokens_per_step"]
+        or any(plan.identity.get(path) != contents["identity"].get(path) for path in ("batch.tokens_per_step", *DATA))
     ):
         return []
     return [
         f"the checkpoint at step {contents['state']['step']:,} was written by an earlier version of Groundwork and "
-        "lacks the data for branching or for changing the budget, batch or schedule; continue the run unchanged until "
-        "its next checkpoint, then make the change"
+        "lacks the records for branching or for changing the budget, batch, schedule or data; continue the run "
+        "unchanged until its next checkpoint, then make the change"
     ]
 
 
@@ -128,7 +128,7 @@ def continued(
 ) -> RunPlan:
     """Plans all steps of a run that continues from a checkpoint.
 
-    Raises InputError if the budget is already exceeded, or if the data position after a change is unknown.
+    Raises InputError if the budget is already exceeded.
 
     Args:
         plan: the recipe's plan, as for a new run.
@@ -146,7 +146,7 @@ def continued(
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
     past = TypeAdapter(BatchRamp).validate_python(planned.get("ramp", plan.ramp))  # not in old checkpoints
     ramp = future.after(past, state.step, state.tokens // length)
-    sequences = target_sequences(config.budget, length, plan.active_parameters)
+    sequences = target_sequences(config, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
@@ -161,12 +161,7 @@ def continued(
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if any(plan.identity.get(path) != identity.get(path) for path in DATA):
-        origin = contents.get("data")
-        if origin is None:
-            raise InputError(
-                "data: the checkpoint was written by an earlier version of Groundwork, which did not record how much "
-                "of each source was read; keep the same data until the next checkpoint, then change it"
-            )
+        origin = contents["data"]
     position = TypeAdapter(DataPosition | None).validate_python(origin)
     # A branch's decay may end after the budget, and its data must last until then.
     last_step = max(total_steps, (state.anneal_from or 0) + (state.anneal_steps or 0))
@@ -234,12 +229,10 @@ def _continued_schedule(
 ) -> Schedule:
     before = TypeAdapter(Schedule).validate_python(contents["plan"]["schedule"])
     step = state.step
-    optim = config.optim
-    per_step = config.batch.tokens_per_step
     if changes.clock:
         warmup = None if "optim.warmup_steps" in changes.touched else 0
-        return schedule_of(optim, per_step, total_steps, first_step=step, warmup_steps=warmup)
-    planned = schedule_of(optim, per_step, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
+        return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
+    planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
     if total_steps != before.total_steps:
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before
