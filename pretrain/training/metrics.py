@@ -170,7 +170,6 @@ class Metrics:
 
     def __init__(self, run: Path, *, is_main: bool):
         self.is_main = is_main
-        self._run = run
         self.total_steps = 0
         """Planned number of steps."""
         self.began = False
@@ -179,7 +178,6 @@ class Metrics:
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
         self._meter: EnergyMeter | None = None
-        self._position_now: dict[str, int] | None = None
         self._drawn = 0.0
         self.seconds_left: float | None = None
         """Expected time to the end of training; None if unknown."""
@@ -187,6 +185,8 @@ class Metrics:
             run.mkdir(parents=True, exist_ok=True)
             self._lines = LineFile(run / METRICS_FILE)
             self._log = LineFile(run / "train.log")
+            self._position = last_position(run)
+            """Current step and token count, at first those of the previous attempt."""
 
     def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
         """Starts the progress line and the trackers, which receive `facts` about the run and the config."""
@@ -227,7 +227,7 @@ class Metrics:
             yield
             return
         before = LIVE_LINE.text
-        LIVE_LINE.show(f"step {self._where()['step']:,} · {what} ...")
+        LIVE_LINE.show(f"step {self._position['step']:,} · {what} ...")
         try:
             yield
         finally:
@@ -261,7 +261,7 @@ class Metrics:
     def track(self, numbers: dict[str, float]) -> None:
         """Sends late metrics to the trackers, at the current step because trackers reject earlier steps."""
         if self._trackers is not None:
-            self._trackers.log(numbers, step=self._where()["step"])
+            self._trackers.log(numbers, step=self._position["step"])
 
     def say_scores(self, step: int, task: str, measures: dict[str, Any]) -> None:
         """Writes a task's scores to the console and train.log, without standard errors."""
@@ -283,13 +283,7 @@ class Metrics:
 
     def set_position(self, step: int, tokens: int) -> None:
         """Sets the current step and token count, which the end event reports."""
-        self._position_now = {"step": step, "tokens": tokens}
-
-    def _where(self) -> dict[str, int]:
-        """Returns the current step and token count, from the previous attempt's log if not yet set."""
-        if self._position_now is None:
-            self._position_now = last_position(self._run)
-        return self._position_now
+        self._position = {"step": step, "tokens": tokens}
 
     def end(self, code: int, reason: str, **values: Any) -> None:
         """Writes the end event and closes all outputs. Later calls do nothing."""
@@ -298,7 +292,7 @@ class Metrics:
         self._ended = True
         LIVE_LINE.clear()
         seconds = time.perf_counter() - self.started
-        self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds, **self.energy())
+        self.write("end", reason=reason, code=code, **{**self._position, **values}, seconds=seconds, **self.energy())
         if self._trackers is not None:
             self._trackers.finish()
         self._lines.close()

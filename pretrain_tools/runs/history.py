@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
-from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
+from pretrain.runs.event_log import CURVES, Event, last_events, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import energy_text
 
@@ -32,8 +32,6 @@ NO_MEASURES = {
 """Keys of an `evaluation` event that aren't scores."""
 CONTAMINATION_KEYS = {"benchmark", "items", "sought", "found", "documents", "remove"}
 """Keys of a row in data.json's contamination (see data/data_record.py)."""
-END_BYTES = 1 << 19
-"""Size of the part of a log that `read_end` reads, about 2,500 lines."""
 
 MEASURES = {
     "activation_rms": "RMS of activations",
@@ -310,9 +308,7 @@ def _subject(event: Event) -> tuple:
 
 def read_end(run: Path) -> list[Event]:
     """Reads a run's last events, without superseded ones, in constant time."""
-    with open(run / METRICS_FILE, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-        return current_events(parse_lines(file))
+    return current_events(last_events(run))
 
 
 def end_of(events: Sequence[Event]) -> Event:
