@@ -435,8 +435,9 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> tup
 
 
 MOVED = {
+    "group": "tracking.group, but both are set; remove group",
     "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE} "
-    "(omit head if it is tied)"
+    "(omit head if it is tied)",
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}

@@ -211,9 +211,8 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
 
 
 def test_a_group_in_two_places_is_refused(recipe):
-    """The problem concerns the recipe as a whole, so the message doesn't start with a setting's path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
-    assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
+    assert problem == "--group: is now tracking.group, but both are set; remove group"
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
