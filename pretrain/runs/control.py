@@ -38,7 +38,7 @@ class Control:
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
         self._request = run_folder / REQUEST_FILE
         self._answer = run_folder / ANSWER_FILE
-        self._start_id = str(start_id)
+        self._start_id = start_id
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
@@ -60,7 +60,7 @@ class Control:
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
             self._warn(f"{self._request}: ignored an unknown request; use runs.py to send {', '.join(COMMANDS)}")
             return None
-        if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
+        if request.get("start_id") != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
         self.asked = request
         return request["command"]

@@ -250,10 +250,9 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
     if trunk is not None:
         origin = {"run": trunk, "step": state.step, "tokens": state.tokens}
         state = replace(state, lineage=[*state.lineage, origin], validation_loss=None, seconds=0.0)
-    is_annealing = state.anneal_from is not None
-    if is_annealing and (changes.clock or changes.budget):
-        state = replace(state, anneal_from=None, anneal_steps=None)
-    if trunk is None or changes.clock or changes.budget:
+    if changes.clock or changes.budget:
+        return replace(state, anneal_from=None, anneal_steps=None)
+    if trunk is None:
         return state
     steps = max(1, round(config.optim.decay_fraction * state.step))
     return replace(state, anneal_from=state.step, anneal_steps=steps)

@@ -116,11 +116,10 @@ def _restore_state(run: Run, *, is_finished: bool = False, rolls_back: bool = Fa
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Reads the recorded rollbacks on the main rank. Raises InputError on all ranks if the file is damaged."""
-    ranks = run.strategy.ranks
+    """Returns the rollbacks that the main rank reads. Raises InputError on all ranks if its file is damaged."""
     problems = Problems()
-    recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
-    problems, recorded = ranks.gather((problems, recorded))[0]
+    recorded = problems.attempt(recorded_rollbacks, run.config.output)
+    problems, recorded = run.strategy.ranks.gather((problems, recorded))[0]
     problems.stop_if_any()
     return recorded
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from pretrain.checkpoint.run_state import Request
-from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.errors import CRASHED
 from pretrain.files import write_durably
-from pretrain.processes import is_alive, process_state
+from pretrain.processes import is_alive, process_state, status_after
 from pretrain.runs.run_folder import heartbeat_path
 from pretrain.terminal import CLEAR_LINE, is_terminal
 
@@ -30,7 +30,6 @@ SIGNALS = {
     signal.SIGHUP: Request.PREEMPT,  # the terminal or connection was closed
     signal.SIGINT: Request.INTERRUPT,
 }
-END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
 """Signals within this time count as one, because the launcher also forwards Ctrl-C."""
 HEARTBEAT_SECONDS = 2.0
@@ -161,7 +160,7 @@ class Watch:
             self.request = max(self.request, SIGNALS[number])
             self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again to quit now")
         elif now - self._first_signal > SAME_SIGNAL_SECONDS:
-            self._end(f"second signal ({number.name}): quitting now, nothing saved", END_CODES[SIGNALS[number]])
+            self._end(f"second signal ({number.name}): quitting now, nothing saved", status_after(number))
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
