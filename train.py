@@ -79,7 +79,6 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         run.plan,
         strategy,
         learning_rate=run.plan.peak_learning_rate,
-        from_pretrained=config.init == "pretrained" and run.loaded_from is None,
         from_checkpoint=run.loaded_from is not None,
     )
     load_checkpoint(run)

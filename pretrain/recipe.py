@@ -244,10 +244,15 @@ def explain(command_line: CommandLine) -> str:
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
         origin = str(command_line.recipe) if path in in_recipe else "default"
-        if any(path == key or path.startswith(f"{key}.") for key in command_line.overridden):
+        if is_named(path, command_line.overridden):
             origin = "command line"
         rows.append([path, json.dumps(value, ensure_ascii=False), origin])
     return table(rows)
+
+
+def is_named(path: str, overridden: frozenset[str]) -> bool:
+    """Returns True if the command line overrides this setting, its section or one of its keys."""
+    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:

@@ -42,14 +42,12 @@ def build_training(
     strategy: Strategy,
     *,
     learning_rate: float,
-    from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
     """Builds the model and the optimizer. The strategy initializes the weights. A collective call.
 
     Args:
         learning_rate: peak learning rate.
-        from_pretrained: load the pretrained weights of the recipe's model instead of initializing at random.
         from_checkpoint: skip the initialization, because the caller loads a checkpoint next.
     """
     say_stage("Building the model")
@@ -85,7 +83,7 @@ def build_training(
         terms=terms,
     )
     weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim), are_loaded=from_checkpoint)
-    if from_pretrained:
+    if config.init == "pretrained" and not from_checkpoint:
         from pretrain.data.new_tokens import new_tokens
         from pretrain.model.pretrained import open_pretrained
 

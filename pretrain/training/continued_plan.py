@@ -25,7 +25,7 @@ from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
-from pretrain.recipe import CommandLine
+from pretrain.recipe import CommandLine, is_named
 from pretrain.registry import LOSS_TERMS
 from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
@@ -36,11 +36,6 @@ MIXTURES = ("data.train", "data.stages")
 """A recipe sets one of these."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that can't change during a run, because this would repeat some data and skip some."""
-
-
-def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Returns True if the command line overrides this setting, its section or one of its keys."""
-    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
 @dataclass(frozen=True)
