@@ -408,15 +408,10 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 def allowed_keys(loc: tuple) -> list[str] | None:
     """Returns the allowed keys at the last level of a path, or None if the path isn't in the schema."""
-    schema: Any = RunConfig
-    siblings: list[str] | None = None
-    for part in (part for part in loc if not isinstance(part, int)):
-        fields = {field.alias or name: field for name, field in schema.model_fields.items()} if schema else {}
-        siblings = sorted(fields)
-        if part not in fields:
-            return siblings if part == loc[-1] and fields else None
-        schema = next(iter(sections_in(fields[part].annotation)), None)
-    return siblings
+    parents = [part for part in loc if not isinstance(part, int)][:-1]
+    paths = [path.replace("[]", "").split(".") for path, _ in fields_of_config()]
+    keys = {path[len(parents)] for path in paths if path[: len(parents)] == parents and path != parents}
+    return sorted(keys) or None
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
