@@ -132,7 +132,7 @@ SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() fo
 TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
 """{setting: table of allowed values}."""
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-FLAGS = ("check", "verbose", "smoke")
+FLAGS = ("--check", "--verbose", "--smoke")
 SWITCHES = ("trust_remote_code",)
 """Settings that are set to true if they are passed without a value."""
 TAKEN = {
@@ -166,10 +166,10 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     if "--help" in argv or "-h" in argv:
         print(help_text(usage, [word for word in argv if not word.startswith("-")]))
         sys.exit(0)
-    flags = {flag: f"--{flag}" in argv for flag in FLAGS}
+    flags = {flag.removeprefix("--"): flag in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
         raise InputError("use --check, --check --verbose, or --smoke")
-    pairs = pair_up(named_recipe([word for word in argv if word.removeprefix("--") not in FLAGS]))
+    pairs = pair_up(named_recipe([word for word in argv if word not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"use one recipe, as in --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")

@@ -201,6 +201,13 @@ def test_a_model_without_a_file_is_refused(recipe, override, message):
     assert message in problem
 
 
+def test_a_value_may_be_the_name_of_a_flag(recipe):
+    read = read_command_line([str(recipe), "--output", "smoke", "--check"], "usage")
+    assert (str(read.config.output), read.check, read.smoke) == ("smoke", True, False)
+    with pytest.raises(InputError, match="'check': expected --section.key VALUE"):
+        read_command_line([str(recipe), "check"], "usage")
+
+
 def test_the_origin_of_a_changed_model_is_printed(recipe):
     lines = explain(
         read_command_line(["--config", str(recipe), "--model.num_hidden_layers", "8"], "usage")
