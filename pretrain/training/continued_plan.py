@@ -31,6 +31,8 @@ from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, tr
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
 
+Contents = Mapping[str, Any]
+"""The values in a checkpoint's trainer_state.json."""
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
 """A recipe sets one of these."""
@@ -61,9 +63,7 @@ class Changes:
         return not self.touched.isdisjoint(SHAPE)
 
 
-def changes_since(
-    contents: Mapping[str, Any], asked: RunConfig, overridden: frozenset[str], *, begins_branch: bool
-) -> Changes:
+def changes_since(contents: Contents, asked: RunConfig, overridden: frozenset[str], *, begins_branch: bool) -> Changes:
     """Compares the recipe with a checkpoint's trainer_state.json.
 
     asked: the recipe, with `auto` unresolved.
@@ -75,7 +75,7 @@ def changes_since(
     return Changes(changed, frozenset([*changed, *named]), begins_branch)
 
 
-def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
+def old_checkpoint_problems(contents: Contents, plan: RunPlan, *, begins_branch: bool) -> list[str]:
     """Lists changes that a checkpoint from an earlier version doesn't support, because it records fewer settings.
 
     plan: the recipe's plan, as for a new run.
@@ -96,7 +96,7 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ]
 
 
-def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
+def rewind_step(plan: RunPlan, contents: Contents, changes: Changes) -> int | None:
     """Returns the last step before the final decay if an extended run must rewind to it, otherwise None.
 
     A run whose schedule changes continues from the decayed model instead.
@@ -115,7 +115,7 @@ def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) ->
 def continued(
     config: RunConfig,
     plan: RunPlan,
-    contents: Mapping[str, Any],
+    contents: Contents,
     state: RunState,
     changes: Changes,
     *,
@@ -220,7 +220,7 @@ def without_ranges_ahead(state: RunState, plan: RunPlan) -> RunState:
 
 
 def _continued_schedule(
-    config: RunConfig, total_steps: int, contents: Mapping[str, Any], state: RunState, changes: Changes
+    config: RunConfig, total_steps: int, contents: Contents, state: RunState, changes: Changes
 ) -> Schedule:
     before = TypeAdapter(Schedule).validate_python(contents["plan"]["schedule"])
     step = state.step
@@ -233,7 +233,7 @@ def _continued_schedule(
     return replace(planned, decayed=before.decayed) if changes.shape else before
 
 
-def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
+def continued_state(config: RunConfig, contents: Contents, changes: Changes, trunk: str | None) -> RunState:
     """Returns the initial state of a run that continues from a checkpoint.
 
     A branch decays right away unless it has its own budget or schedule.
@@ -253,7 +253,7 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
     return replace(state, anneal_from=state.step, anneal_steps=steps)
 
 
-def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
+def decay_problems(plan: RunPlan, contents: Contents, changes: Changes, trunk: str | None) -> list[str]:
     """Lists requested changes that aren't possible during the final decay.
 
     Args:
@@ -346,7 +346,7 @@ def continue_from(
     plan: RunPlan,
     asked: CommandLine,
     found: Path,
-    contents: Mapping[str, Any],
+    contents: Contents,
     *,
     rollbacks: list[dict[str, Any]],
     begins_branch: bool,
