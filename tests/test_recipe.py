@@ -204,7 +204,7 @@ def test_a_model_without_a_file_is_refused(recipe, override, message):
 def test_a_value_may_be_the_name_of_a_flag(recipe):
     read = read_command_line([str(recipe), "--output", "smoke", "--check"], "usage")
     assert (str(read.config.output), read.check, read.smoke) == ("smoke", True, False)
-    with pytest.raises(InputError, match="'check': expected --section.key VALUE"):
+    with pytest.raises(InputError, match=r"'check': expected --section\.key VALUE"):
         read_command_line([str(recipe), "check"], "usage")
 
 
