@@ -49,7 +49,7 @@ from pretrain.registry import LOADED_CODE
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, setting, trunk_checkpoint
 from pretrain.terminal import say_stage
 from pretrain.training.auto_settings import peak_learning_rate, resolve_auto
-from pretrain.training.probe import probe
+from pretrain.training.probe import Probe, probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 """Settings that determine the length of a run."""
@@ -77,8 +77,8 @@ KEPT = (
 
 
 @dataclass(frozen=True)
-class ModelPlan:
-    """The model-related part of a run's plan."""
+class ModelPlan(Probe):
+    """The model-related part of a run's plan, including the probe's results."""
 
     model_config: Any
     parameters: int
@@ -86,11 +86,6 @@ class ModelPlan:
     """Number of parameters used per token."""
     router_losses: RouterLosses
     flops_per_token: float
-    attention: str
-    from_hidden_states: bool
-    """See `LanguageModelLoss`."""
-    attention_passed_over: tuple[str, ...]
-    """Faster attentions that failed the probe, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -401,14 +396,12 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         if problem := qk_clip_problem(model_config, found.attention):
             raise InputError(problem)
     return ModelPlan(
+        **vars(found),
         model_config=model_config,
         parameters=count_parameters(model_config),
         active_parameters=active_parameters(model_config),
         router_losses=losses_of_routers,
         flops_per_token=flops_per_token(model_config, config.data.sequence_length),
-        attention=found.attention,
-        from_hidden_states=found.from_hidden_states,
-        attention_passed_over=found.passed_over,
     )
 
 

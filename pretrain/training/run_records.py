@@ -251,7 +251,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
         "vocabulary": vocabulary,
         "precision": f"{precision}{reason}, weights and optimizer in {weights}",
-        "attention": "; rejected ".join([attention, *model.attention_passed_over]),
+        "attention": "; rejected ".join([attention, *model.passed_over]),
         "kernels": kernels,
     }
 
