@@ -197,7 +197,7 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 def model_describer(run: Run) -> Callable[..., None]:
     """Returns a function that writes a model folder for the current model, without the weights."""
     # Copied, because a background save may run after the config has changed in the next stage.
-    described = copy.copy(run.built.causal_lm)
+    described = copy.copy(run.strategy.causal_lm)
     described.config = copy.deepcopy(described.config)
     return partial(describe_model, described, run.tokenizer)
 

@@ -28,11 +28,9 @@ class Built:
 
     model: nn.Module
     """Prepared model. Its forward pass takes a micro-batch and returns (loss, cross-entropy)."""
-    causal_lm: PreTrainedModel
-    """Inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
     """Expert load balancing; None for a dense model."""
-    terms: "LossTerms | None" = None
+    terms: "LossTerms | None"
     """Loss terms from extensions, if any."""
 
 
@@ -118,7 +116,7 @@ def build_training(
     mode = config.activation_checkpointing
     budget = mode.memory_budget if isinstance(mode, MemoryBudget) else 1.0
     compile_model(prepared, causal_lm, compile_mode, len(lengths), budget)
-    return Built(prepared, causal_lm, experts, terms)
+    return Built(prepared, experts, terms)
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def begin_step(run: Run) -> int:
 def _take_positions(run: Run) -> None:
     from pretrain.model.positions import use_positions
 
-    use_positions(run.built.model, run.stage.model_config, run.built.causal_lm)
+    use_positions(run.built.model, run.stage.model_config, run.strategy.causal_lm)
 
 
 def _enter_stage(run: Run) -> None:
