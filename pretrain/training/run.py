@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pretrain.training.diagnostics import Diagnostics
 
 
-class SetLater:
+class LateAttributes:
     """Attributes of `Run` without a default. `Run.replan`, train.py and `begin` set them."""
 
     whole_plan: RunPlan
@@ -57,7 +57,7 @@ class SetLater:
 
 
 @dataclass
-class Run(SetLater):
+class Run(LateAttributes):
     """State of a run on this rank, created by `open_run` and completed by `begin`."""
 
     config: RunConfig
