@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
         if event["event"] not in CURVES or isinstance(event.get("step"), int | None):
             events.append(event)
     return events
+
+
+def is_cut(log: FileIO) -> bool:
+    """Returns True if a crash has truncated the last line of a log that is open for appending."""
+    size = log.tell()
+    return size > 0 and os.pread(log.fileno(), 1, size - 1) != b"\n"
 
 
 def last_events(run: Path) -> list[Event]:

@@ -22,7 +22,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.model.model_config import rope_in_words
-from pretrain.runs.event_log import last_position
+from pretrain.runs.event_log import is_cut, last_position
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, is_terminal, printable, say, say_stage
 from pretrain.units import bytes_text, count_text, duration_text
@@ -139,10 +139,8 @@ class LineFile:
         # Unbuffered, so that no lines are lost in a crash.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
-        self._is_cut = False
+        self._is_cut = is_cut(self._file)
         """True if the last line was only partially written."""
-        if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
-            self.write("")  # the last line was truncated by a crash
 
     def write(self, line: str) -> None:
         content = b"\n" * self._is_cut + line.encode() + b"\n"

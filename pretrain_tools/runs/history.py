@@ -7,7 +7,6 @@ step it went back to.
 
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
-from pretrain.runs.event_log import CURVES, Event, last_events, parse_lines, read_metrics
+from pretrain.runs.event_log import CURVES, Event, is_cut, last_events, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import energy_text
 
@@ -232,9 +231,8 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
     """Appends events to metrics.jsonl, even while the run is writing to it. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
     with open(run / METRICS_FILE, "a+b", buffering=0) as file:
-        size = file.tell()
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            text = "\n" + text  # the last line was truncated by a crash
+        if is_cut(file):
+            text = "\n" + text
         # A single unbuffered write in append mode can't interleave with other processes' lines.
         file.write(text.encode())
 
