@@ -319,13 +319,13 @@ def read_run_config(
         loads_extensions: False to evaluate a recorded run without running its extensions' code. Settings that may
             refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
     """
-    path = path if is_url(path) or not path else or_shipped(path)
+    path = path if is_url(path) else or_shipped(path)
     if not is_url(path) and not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for available ones")
     try:
         values = parse_yaml(recipe_text(path))
     except (InputError, ValueError) as error:
-        where = "" if is_url(path) and str(error).startswith(str(path)) else f"{path or '--config'}: "
+        where = "" if is_url(path) and str(error).startswith(str(path)) else f"{path}: "
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
@@ -355,7 +355,7 @@ def recipe_text(path: str | Path) -> str:
         from pretrain.urls import read_text
 
         return read_text(str(path))
-    return read_small_file(path and or_shipped(path))
+    return read_small_file(or_shipped(path))
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:

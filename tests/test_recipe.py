@@ -389,7 +389,7 @@ def test_only_a_file_of_text_is_a_recipe(tmp_path):
         ("/dev/zero", "not a regular file"),
         (tmp_path / "pipe.yaml", "not a regular file"),
         (tmp_path, "is a folder"),
-        ("", "--config: cannot be read"),
+        ("", "is a folder; use a file instead"),
     ):
         (problem,) = problems_of(path)
         assert expected in problem and str(path) in problem
