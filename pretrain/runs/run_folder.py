@@ -126,6 +126,11 @@ def checkpoint_damage(
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
     if problems or rank or step is None:
         return problems
+    return contradictions(folder, step, resumes=resumes)
+
+
+def contradictions(folder: Path, step: int, *, resumes: bool = True) -> list[str]:
+    """Lists reasons not to use an undamaged checkpoint: another step than its name's, or missing tensors."""
     contents = read_state(folder)
     state = contents.get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
@@ -133,17 +138,10 @@ def checkpoint_damage(
     found = state["step"]
     if found != step:
         return [f"trainer_state.json is from step {found:,}; to use it, rename the folder to {checkpoint_name(found)}"]
-    return missing_tensors(folder, contents) if resumes else []
-
-
-def missing_tensors(folder: Path, contents: Mapping[str, Any]) -> list[str]:
-    """Lists tensors without which training can't continue from an undamaged folder.
-
-    contents: its trainer_state.json.
-    """
-    state = contents["state"]
+    if not resumes:
+        return []
     # Old checkpoints don't record `tensors`. An optimizer has no state until its first update.
-    updated = state["step"] > (state.get("skipped_steps") or 0)
+    updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
     missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
     return [f"its {name} tensors are missing" for name in missing]
