@@ -239,20 +239,19 @@ def choices_in(annotation: Any) -> list[str]:
 
 def explain(command_line: CommandLine) -> str:
     """Lists all settings, one per line, each with its value and origin (command line, recipe or default)."""
-    in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
-    in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
+    in_recipe = frozenset(leaves(with_current_names(parse_yaml(recipe_text(command_line.recipe)))[0]))
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
-        origin = str(command_line.recipe) if path in in_recipe else "default"
+        origin = str(command_line.recipe) if is_named(path, in_recipe) else "default"
         if is_named(path, command_line.overridden):
             origin = "command line"
         rows.append([path, json.dumps(value, ensure_ascii=False), origin])
     return table(rows)
 
 
-def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Returns True if the command line overrides this setting, its section or one of its keys."""
-    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
+def is_named(path: str, names: frozenset[str]) -> bool:
+    """Returns True if the names, such as those on the command line, contain this setting, its section or its keys."""
+    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in names)
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:

@@ -217,6 +217,14 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
     assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
+def test_the_origin_of_old_names_and_of_a_list_in_one_word_is_the_recipe(recipe):
+    recipe.write_text(RECIPE + "cadence: 2.0\ntrackers: tensorboard\n")
+    lines = explain(read_command_line(["--config", str(recipe)], "usage")).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+    assert rows["interval_scale"] == ["2.0", str(recipe)]
+    assert rows["trackers.0"] == ['"tensorboard"', str(recipe)] and rows["seed"] == ["42", "default"]
+
+
 def test_a_group_in_two_places_is_refused(recipe):
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
     assert problem == "--group: is now tracking.group, but both are set; remove group"
