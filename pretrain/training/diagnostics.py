@@ -138,24 +138,23 @@ class Watched:
     def attached(self) -> Iterator[None]:
         """Attaches the hooks within the context."""
         with ExitStack() as stack:
-            for number, layer in enumerate(self.layers):
-                record_output = functools.partial(self.record_output, number)
-                record_units = functools.partial(self.record_units, number)
-                stack.enter_context(layer.register_forward_hook(record_output))
+            for layer in self.layers:
+                stack.enter_context(layer.register_forward_hook(self.record_output))
                 for matrix in last_matrices(layer):
-                    stack.enter_context(matrix.register_forward_pre_hook(record_units))
+                    stack.enter_context(matrix.register_forward_pre_hook(self.record_units))
             stack.enter_context(self.attention())
             yield
 
-    def record_output(self, number: int, layer: nn.Module, inputs: tuple, output: Any) -> None:
+    def record_output(self, layer: nn.Module, inputs: tuple, output: Any) -> None:
+        number = self.layer_of[layer]
         hidden = output[0] if isinstance(output, tuple) else output
         self.squares[number] += hidden.float().square().sum()
         self.elements[number] += hidden.numel()
 
-    def record_units(self, number: int, matrix: nn.Module, inputs: tuple) -> None:
+    def record_units(self, matrix: nn.Module, inputs: tuple) -> None:
         units_NF = inputs[0].detach().float().flatten(0, -2)
         magnitudes = torch.cat([units_NF.abs().amax(0), units_NF.square().mean()[None]])
-        self.magnitudes.setdefault(number, []).append(magnitudes)
+        self.magnitudes.setdefault(self.layer_of[matrix], []).append(magnitudes)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
