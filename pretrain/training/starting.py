@@ -32,7 +32,7 @@ from pretrain.processes import folder_lock
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, output_problem
 from pretrain.training.metrics import Metrics
-from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
+from pretrain.training.watchdog import END_FILE, record_end, recorded_end
 from pretrain.units import leaves
 
 RESTARTS_WITHOUT_PROGRESS = 3
@@ -67,7 +67,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code
         if strategy.ranks.is_main:
-            (config.output / END_REASON_FILE).unlink(missing_ok=True)
+            (config.output / END_FILE).unlink(missing_ok=True)
         metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
             with errors_in_own_code():
@@ -82,15 +82,15 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
-            record_end_reason(config.output, str(error), code)
+            record_end(config.output, code, str(error))
             end_now(code)
         except KeyboardInterrupt:  # only before the first step; Watch handles a later Ctrl-C
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
-            if word := recorded_end_reason(config.output):  # recorded by another rank
-                metrics.end(word[1], word[0])
-                end_now(word[1])
+            if end := recorded_end(config.output):  # by another rank
+                metrics.end(*end)
+                end_now(end[0])
             traceback.print_exc()
             advice = f"\n{advice_on_memory(config, strategy)}" if is_out_of_memory(error) else ""
             metrics.end(CRASHED, f"{type(error).__name__}: {error}"[:2000] + advice)

@@ -114,7 +114,7 @@ def watch_over(run: Run, start_id: str) -> None:
         step_timeout_seconds=guard.step_timeout_seconds,
         first_step_timeout_seconds=guard.first_step_timeout_seconds,
         held=output / LOCK_FILE if ranks.is_main else None,
-        on_end=lambda reason, code: run.log.end(code, reason),
+        on_end=run.log.end,
     )
     run.checkpoints.beat = run.watch.beat
 
