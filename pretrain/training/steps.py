@@ -134,20 +134,21 @@ def pid_namespace() -> str | None:
 
 def begin_step(run: Run) -> int:
     """Starts a step and returns its number, from 0. Switches the model if a new stage begins."""
+    step = run.state.step
     if run.steps_begun == 1:
         # Excludes long-lived objects from later garbage collections.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
     if run.built.terms is not None:
-        run.built.terms.step = run.state.step
+        run.built.terms.step = step
     before = run.stage
-    run.stage = run.plan.stage(run.state.step)
+    run.stage = run.plan.stage(step)
     if run.stage.differs_from(before):
         _enter_stage(run)
     if run.diagnostics is not None:
-        run.diagnostics.is_due = due_after(run.state.step + 1, run.config, run.plan).diagnoses
-    return run.state.step
+        run.diagnostics.is_due = due_after(step + 1, run.config, run.plan).diagnoses
+    return step
 
 
 def _take_positions(run: Run) -> None:
