@@ -160,20 +160,21 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
 
 def _begin_save(run: Run) -> None:
     strategy = run.strategy
+    state = run.state
     groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
-    if run.state.average is not None:
+    if state.average is not None:
         groups["average"] = strategy.model_tensors(averaged=True)
     if next(strategy.loss_terms.parameters(), None) is not None:
         groups["loss_terms"] = strategy.term_tensors()
-        if run.state.average is not None:
+        if state.average is not None:
             groups["average_loss_terms"] = strategy.term_tensors(averaged=True)
     contents = {
-        **trainer_state(run.command_line.config, run.whole_plan, run.plan, run.state),
+        **trainer_state(run.command_line.config, run.whole_plan, run.plan, state),
         "strategy": strategy.state(),
         "guard": run.guard.state(),
-        "validation_loss": run.state.validation_loss,
+        "validation_loss": state.validation_loss,
     }
-    run.checkpoints.save(run.state.step, contents, groups, model_describer(run))
+    run.checkpoints.save(state.step, contents, groups, model_describer(run))
     report_saves(run)
 
 
@@ -250,6 +251,7 @@ def _measure_benchmarks(run: Run) -> None:
 
     step = run.state.step
     settings = run.config.benchmarks
+    log = run.log
     with interruptible(run, "evaluation") as beat:
         found = run.benchmarks.measure(
             run.built.model,
@@ -260,15 +262,15 @@ def _measure_benchmarks(run: Run) -> None:
             beat=beat,
         )
         if isinstance(found, str):
-            run.log.warn(f"benchmarks could not run: {found}")
+            log.warn(f"benchmarks could not run: {found}")
             return
         scores, shortened = found
         if shortened:
-            run.log.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
+            log.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
         tasks = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
-            run.log.write(
+            log.write(
                 "evaluation",
                 step=step,
                 tokens=run.state.tokens,
@@ -277,9 +279,9 @@ def _measure_benchmarks(run: Run) -> None:
                 is_part=task.is_part,
                 limit=settings.limit,
             )
-            run.log.say_scores(step, task.name, measures)
+            log.say_scores(step, task.name, measures)
             tasks[task.name] = measures | {"is_part": task.is_part}
-        run.log.track(numbers_of({"step": step, "sources": {}, "tasks": tasks}))
+        log.track(numbers_of({"step": step, "sources": {}, "tasks": tasks}))
 
 
 def sample(run: Run) -> None:

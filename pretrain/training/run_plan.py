@@ -585,6 +585,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
     """Returns the settings that must not change for an exact continuation, as {dotted path: JSON value}."""
+    data = config.data
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
@@ -598,10 +599,10 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     identity = {
         "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "seed": config.seed,
-        "data.stages" if config.data.stages else "data.train": [identity_of_stage(s) for s in config.data.mixtures],
-        "data.sequence_length": config.data.sequence_length,
-        "data.document_mask": config.data.document_mask,
-        "data.sampling": config.data.sampling,
+        "data.stages" if data.stages else "data.train": [identity_of_stage(s) for s in data.mixtures],
+        "data.sequence_length": data.sequence_length,
+        "data.document_mask": data.document_mask,
+        "data.sampling": data.sampling,
         "batch.tokens_per_step": config.batch.tokens_per_step,
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,

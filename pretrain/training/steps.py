@@ -186,8 +186,9 @@ def count_step(run: Run) -> None:
     After the first step, raises FirstStepError on all ranks if any parameter has no gradient, which the probe can
     miss, or if the optimizer's state doesn't match its `state_shapes`.
     """
+    strategy = run.strategy
     if run.steps_begun == 1:
-        of_ranks = run.strategy.ranks.gather((run.strategy.untrained, run.strategy.state_problem()))
+        of_ranks = strategy.ranks.gather((strategy.untrained, strategy.state_problem()))
         if untrained := list(dict.fromkeys(name for names, _ in of_ranks for name in names)):
             raise FirstStepError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
         for _, problem in of_ranks:
@@ -202,9 +203,9 @@ def count_step(run: Run) -> None:
         return
     state.average, share = average_after_step(settings, state.average, state.step, run.plan.total_steps)
     if state.average is None:
-        run.strategy.average = None
+        strategy.average = None
     else:
-        run.strategy.update_average(share)
+        strategy.update_average(share)
 
 
 def after_step(
@@ -291,14 +292,15 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
 
 def answer(run: Run) -> None:
     """Clears the request, and replies to it if it was carried out."""
-    if run.request == Request.ANNEAL and run.state.anneal_from is None:
+    request = run.request
+    if request == Request.ANNEAL and run.state.anneal_from is None:
         return  # arrived late; the next step handles it
-    done = run.request != Request.SAVE or run.is_saved
-    if done and run.request in ANSWERED:
+    done = request != Request.SAVE or run.is_saved
+    if done and request in ANSWERED:
         # A repeated request doesn't restart the decay.
-        step = run.state.anneal_from if run.request == Request.ANNEAL else run.state.step
+        step = run.state.anneal_from if request == Request.ANNEAL else run.state.step
         by = "runs.py" if run.control.asked else "budget.minutes"
-        command = run.request.name.lower()
+        command = request.name.lower()
         run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)
         run.control.acknowledge(step)
     run.request = Request.NONE
