@@ -228,7 +228,7 @@ def commands_page() -> str:
     for script in SCRIPTS:
         text = help_of(script)
         parts.append(f"## {script}\n\n```text\n{text.partition('Settings:')[0].strip()}\n```")
-        for name in re.findall(r"^    (\w+)", text, re.MULTILINE) if script == "runs.py" else ():
+        for name in re.findall(r"^python runs\.py (\w+)", text, re.MULTILINE) if script == "runs.py" else ():
             parts.append(f"### runs.py {name}\n\n```text\n{help_of(script, name).strip()}\n```")
     return "\n\n".join(parts) + "\n"
 

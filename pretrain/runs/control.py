@@ -16,13 +16,7 @@ from pathlib import Path
 from pretrain.files import write_durably
 from pretrain.runs.run_folder import read_json
 
-COMMANDS = {
-    "save": "save a checkpoint of a live run and continue",
-    "stop": "save a checkpoint of a live run and stop it",
-    "abort": "stop a live run without saving",
-    "anneal": "start the final learning-rate decay of a live run",
-}
-"""{command: description}"""
+COMMANDS = ("save", "stop", "abort", "anneal")
 REQUEST_FILE = "control/request.json"
 ANSWER_FILE = "control/answer.json"
 
