@@ -135,19 +135,6 @@ HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("--check", "--verbose", "--smoke")
 SWITCHES = ("trust_remote_code",)
 """Settings that are set to true if they are passed without a value."""
-TAKEN = {
-    "--config RECIPE": "recipe file or URL (s3://...); you can omit --config",
-    "--text FOLDER": "train on your own text (a folder, pattern or files) without a recipe",
-    "--exclude PATTERN": "with --text: files to skip",
-    "--minutes N": "with --text: training time in minutes",
-    "--check": "report all errors without training",
-    "--check --verbose": "also list every setting with its value and origin",
-    "--profile N": "train, then profile N steps and report bottlenecks",
-    "--smoke": "train for 100 steps in a separate folder and report pass or fail for each stage",
-    "--help [SECTION]": "show all settings, or one section, as in --help optim",
-    "--SECTION.NAME VALUE": "override any recipe setting",
-}
-"""{flag of train.py: help}."""
 FIRST_COMMANDS = """\
 Trains a language model from a recipe. Run the same command again to resume.
 
@@ -220,8 +207,7 @@ def help_text(usage: str, asked: list[str]) -> str:
     headings = {section: f"{section}:\n" + "\n".join(lines) for section, lines in by_section.items()}
     if asked:
         return "\n\n".join(headings[section] for section in asked)
-    options = table([[f"  {flag}", text] for flag, text in TAKEN.items()])
-    return "\n\n".join([usage.strip(), f"Options:\n{options}", "Settings:", *headings.values()])
+    return "\n\n".join([usage.strip(), "Settings:", *headings.values()])
 
 
 def as_plain(default: Any) -> Any:

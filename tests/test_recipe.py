@@ -1,5 +1,6 @@
 """Tests for recipes: parsing, rejected values and error messages."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import yaml
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.recipe import (
+    FLAGS,
     SECTIONS_LEFT_OUT,
     as_yaml,
     explain,
@@ -19,6 +21,7 @@ from pretrain.recipe import (
     sections_in,
 )
 from pretrain.units import UNITS, parse_count
+from support.project import ROOT
 
 RECIPE = """
 model: model_configs/llama_30m.json
@@ -306,8 +309,11 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a setting with words and numbers must not list choices"
-    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _ in fields_of_config())):
-        assert flag in text, flag
+    for path, _ in fields_of_config():
+        assert f"--{path}" in text
+    usage = ast.get_docstring(ast.parse((ROOT / "train.py").read_text()))
+    for flag in (*FLAGS, "--config", "--text", "--minutes", "--exclude", "--profile", "--help"):
+        assert flag in usage, flag
 
 
 def test_every_setting_is_described():
