@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,6 @@ from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted, table
 
-RECORD_FILES = ("config.yaml", "model.json", "strategy.json", "environment.json")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -64,8 +64,7 @@ def announce(run: Run, peak_source: str) -> str:
     step = run.state.step
     is_main = strategy.ranks.is_main
     if is_main:
-        if missing := [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]:
-            write_record(run, missing)
+        write_records(run)
         record_sources(run)
         copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
@@ -110,19 +109,24 @@ def announce(run: Run, peak_source: str) -> str:
     return start_id
 
 
-def write_record(run: Run, names: Iterable[str]) -> None:
-    """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
-    machine = describe_machine(run.strategy.device)
-    packages = package_versions(RECORDED_PACKAGES)
-    environment = {"commit": commit(), **machine, "packages": packages, "code": LOADED_CODE}
+def write_records(run: Run) -> None:
+    """Writes the config, model, strategy and environment, unless an earlier start has. Main rank only."""
     texts = {
-        "config.yaml": as_yaml(run.config),
-        "model.json": run.plan.model_config.to_json_string(),
-        "strategy.json": json.dumps(run.strategy.describe(), indent=1),
-        "environment.json": json.dumps(environment, indent=1),
+        "config.yaml": lambda: as_yaml(run.config),
+        "model.json": run.plan.model_config.to_json_string,
+        "strategy.json": lambda: json.dumps(run.strategy.describe(), indent=1),
+        "environment.json": lambda: json.dumps(environment_of(run.strategy.device), indent=1),
     }
-    for name in names:
-        (run.config.output / name).write_text(texts[name], encoding="utf-8")
+    for name, text in texts.items():
+        path = run.config.output / name
+        if run.is_new or not path.exists():
+            path.write_text(text(), encoding="utf-8")
+
+
+def environment_of(device: torch.device) -> dict[str, Any]:
+    """Describes the code, the machine and the packages. Contains no environment variables."""
+    packages = package_versions(RECORDED_PACKAGES)
+    return {"commit": commit(), **describe_machine(device), "packages": packages, "code": LOADED_CODE}
 
 
 def record_sources(run: Run) -> None:
