@@ -192,7 +192,7 @@ def help_text(usage: str, asked: list[str]) -> str:
     by_section: dict[str, list[str]] = {}
     for path, field in fields_of_config():
         section = path.partition(".")[0] if "." in path else "run"
-        default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
+        default = "required" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
             default = f"null; {default} if {parent} is set"
         found = TABLES.get(path) or choices_in(field.annotation)
@@ -208,11 +208,6 @@ def help_text(usage: str, asked: list[str]) -> str:
     if asked:
         return "\n\n".join(headings[section] for section in asked)
     return "\n\n".join([usage.strip(), "Settings:", *headings.values()])
-
-
-def as_plain(default: Any) -> Any:
-    """Converts a default to a JSON value."""
-    return default.model_dump() if isinstance(default, Section) else default
 
 
 def choices_in(annotation: Any) -> list[str]:
