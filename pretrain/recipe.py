@@ -407,10 +407,11 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> tup
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
-        if inner := sections_in(field.annotation):
-            rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
-        else:
+        inner = sections_in(field.annotation)
+        if not inner or isinstance(field.default, str):  # a word can replace the section
             rows.append((path, field))
+        if inner:
+            rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
     return tuple(rows)
 
 

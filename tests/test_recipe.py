@@ -309,6 +309,7 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a setting with words and numbers must not list choices"
+    assert '--activation_checkpointing  ["none"]' in text, "a word can replace this section"
     for path, _ in fields_of_config():
         assert f"--{path}" in text
     usage = ast.get_docstring(ast.parse((ROOT / "train.py").read_text()))
