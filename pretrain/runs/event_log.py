@@ -11,8 +11,8 @@ from pretrain.runs.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip", "diagnostics", "stage"})
 """Events that describe the model at a step. Other events stay valid after a rollback."""
-END_BYTES = 1 << 20
-"""Size of the part of a log that `last_events` reads, about 5,000 lines."""
+END_BYTES = 1 << 19
+"""Size of the part of a log that `last_events` reads, about 2,500 lines."""
 MOST_DIGITS = 300
 
 Event = dict[str, Any]
