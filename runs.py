@@ -7,11 +7,17 @@ python runs.py compare RUN...                # compare results and settings side
 python runs.py summary RUN                   # show a one-page summary of a run
 python runs.py documents RUN --step N        # show the documents used in step N
 python runs.py merge RUN --last 5            # average a run's last 5 checkpoints into a model folder
-python runs.py save|stop|abort|anneal RUN    # control a live run from any machine with access to its folder
+python runs.py save RUN                      # save a checkpoint of a live run and continue
+python runs.py stop RUN                      # save a checkpoint of a live run and stop it
+python runs.py abort RUN                     # stop a live run without saving
+python runs.py anneal RUN                    # start the final learning-rate decay of a live run
 python runs.py parity --config recipes/NAME.yaml --steps 50     # compare losses across strategies
-python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
+python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x  # try settings
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # predict a larger run's loss
 python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # optimize data mixture weights with small runs
+
+save, stop, abort and anneal work from any machine with access to the run's folder. To resume a sweep or mixture, run
+the same command again.
 """
 
 import argparse
@@ -51,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     add_readers(commands)
-    for name, text in COMMANDS.items():
-        command = add_command(commands, name, "pretrain_tools.runs.commands:steer", text, run=RUN)
+    for name in COMMANDS:
+        command = add_command(commands, name, "pretrain_tools.runs.commands:steer", run=RUN)
         command.set_defaults(command=name)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default: 60)")
     add_experiments(commands)
@@ -63,7 +69,6 @@ def add_command(
     commands: Commands,
     name: str,
     function: str,
-    help: str,
     epilog: str = "",
     **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
@@ -71,7 +76,7 @@ def add_command(
 
     given: {positional argument: argparse options}. The default type is Path.
     """
-    command = commands.add_parser(name, help=help, epilog=epilog)
+    command = commands.add_parser(name, epilog=epilog)
     command.set_defaults(function=function)
     for argument, options in given.items():
         command.add_argument(argument, **{"type": Path, **options})
@@ -79,27 +84,19 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    text = "list all runs in a folder (default: runs)"
-    add_command(commands, "list", "pretrain_tools.runs.status:list_text", text, folder=ROOT_OF_RUNS)
-    text = "show the state and progress of a run"
-    add_command(commands, "status", "pretrain_tools.runs.status:status_text", text, folder={**ROOT_OF_RUNS, **RUN})
-    text = "plot the curves of one or more runs"
-    command = add_command(commands, "plot", "pretrain_tools.runs.plots:plot_runs", text, folders=SEVERAL_RUNS)
+    add_command(commands, "list", "pretrain_tools.runs.status:list_text", folder=ROOT_OF_RUNS)
+    add_command(commands, "status", "pretrain_tools.runs.status:status_text", folder={**ROOT_OF_RUNS, **RUN})
+    command = add_command(commands, "plot", "pretrain_tools.runs.plots:plot_runs", folders=SEVERAL_RUNS)
     text = "output file (default: plot.png in the run folder, or in the folder that contains the runs)"
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
-    text = "compare results and settings side by side"
-    add_command(commands, "compare", "pretrain_tools.runs.comparison:comparison_text", text, folders=SEVERAL_RUNS)
-    add_command(
-        commands, "summary", "pretrain_tools.runs.comparison:summary_text", "show a one-page summary of a run", run=RUN
-    )
-    text = "show the documents used in a training step"
-    command = add_command(commands, "documents", "pretrain_tools.runs.step_documents:documents_text", text, run=RUN)
+    add_command(commands, "compare", "pretrain_tools.runs.comparison:comparison_text", folders=SEVERAL_RUNS)
+    add_command(commands, "summary", "pretrain_tools.runs.comparison:summary_text", run=RUN)
+    command = add_command(commands, "documents", "pretrain_tools.runs.step_documents:documents_text", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
     command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
 
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
-    text = "average checkpoints or models into a model folder"
-    command = add_command(commands, "merge", "pretrain_tools.runs.merge:merge_models", text, models=models)
+    command = add_command(commands, "merge", "pretrain_tools.runs.merge:merge_models", models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
     text = "raw, or average for the checkpoints' averaged weights; average also accepts a single model (default: raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
@@ -112,8 +109,7 @@ def add_readers(commands: Commands) -> None:
 
 def add_experiments(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
-    text = "check that a recipe produces the same losses with every strategy"
-    command = add_command(commands, "parity", "pretrain_tools.experiments.parity:compare_strategies", text, epilog)
+    command = add_command(commands, "parity", "pretrain_tools.experiments.parity:compare_strategies", epilog)
     command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
     text = "comma-separated names from accelerate_configs/ (default: all, or none with --mesh)"
@@ -133,19 +129,16 @@ def add_experiments(commands: Commands) -> None:
         "--output", type=Path, default=Path("runs/parity"), help="output folder (default: runs/parity)"
     )
 
-    text = "train a recipe with several settings and compare the results; run the same command again to resume"
-    command = add_command(commands, "sweep", f"{__name__}:sweep", text, f"{ANY_SETTING} --budget.steps 500")
+    command = add_command(commands, "sweep", f"{__name__}:sweep", f"{ANY_SETTING} --budget.steps 500")
     text = "setting and values to try, in all combinations; with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "number of seeds per setting, starting from the recipe's seed (default: 1)")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings chosen by Optuna")
 
-    text = "train a small recipe on many data mixtures and propose weights; run the same command again to resume"
     command = add_command(
         commands,
         "mixture",
         "pretrain_tools.experiments.mixture:run_mixture",
-        text,
         f"{ANY_SETTING} --budget.steps 500",
     )
     command.add_argument(
@@ -158,8 +151,7 @@ def add_experiments(commands: Commands) -> None:
     add_small_runs(command, "number of seeds per mixture (default: 1)")
 
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
-    text = "fit a scaling law to runs and predict losses"
-    command = add_command(commands, "ladder", "pretrain_tools.experiments.ladder:report_ladder", text, folders=several)
+    command = add_command(commands, "ladder", "pretrain_tools.experiments.ladder:report_ladder", folders=several)
     text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
     text = (

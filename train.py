@@ -1,11 +1,17 @@
 """Pretrains a language model. The whole run is in train.py, from top to bottom.
 
+    python train.py --text mine --minutes 10                                 # train on your own text, without a recipe
     python train.py --config recipes/demo.yaml                               # single process
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # override any setting
     python train.py --config recipes/demo.yaml --check [--verbose]           # list all errors without training
     python train.py --config recipes/demo.yaml --smoke                       # train 100 steps; pass or fail per stage
     python train.py --config recipes/demo.yaml --profile 20                  # profile 20 steps, then continue training
+    python train.py --help [SECTION]                                         # show all settings, or one section
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
+
+--text accepts a folder, a pattern or files, and --exclude a pattern of files to skip. --config accepts a file or a URL
+(s3://...), and you can omit the word. --verbose also lists every setting with its value and origin. --smoke trains in
+a separate folder.
 
 Run the same command again to resume. If the run is already complete, train.py says so and exits.
 """
@@ -79,7 +85,6 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         run.plan,
         strategy,
         learning_rate=run.plan.peak_learning_rate,
-        from_pretrained=config.init == "pretrained" and run.loaded_from is None,
         from_checkpoint=run.loaded_from is not None,
     )
     load_checkpoint(run)

@@ -27,7 +27,7 @@ from pretrain.data.transformations import Transformation
 from pretrain.model.loss_terms import LossTerm, Seen, TermOptions
 from pretrain.optim.learning_rate import Schedule
 from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
-from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, parse_yaml
+from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, choices_in, fields_of_config, parse_yaml
 from pretrain.training.metrics import SHOWN
 from pretrain.units import leaves
 from pretrain_tools.preparation.documents import formats, records
@@ -162,7 +162,7 @@ def settings_page() -> str:
         if home != section:
             section = home
             parts.append(f"\n## {section}\n")
-        default = "required" if field.is_required() else f"default `{as_text(as_plain(field.default))}`"
+        default = "required" if field.is_required() else f"default `{as_text(field.default)}`"
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
             default += f" once `{parent}` is given"
         parts.append(f"\n### `{path}`\n\n{type_text(path, field.annotation)}, {default}.")
@@ -228,7 +228,7 @@ def commands_page() -> str:
     for script in SCRIPTS:
         text = help_of(script)
         parts.append(f"## {script}\n\n```text\n{text.partition('Settings:')[0].strip()}\n```")
-        for name in re.findall(r"^    (\w+)", text, re.MULTILINE) if script == "runs.py" else ():
+        for name in re.findall(r"^python runs\.py (\w+)", text, re.MULTILINE) if script == "runs.py" else ():
             parts.append(f"### runs.py {name}\n\n```text\n{help_of(script, name).strip()}\n```")
     return "\n\n".join(parts) + "\n"
 

@@ -729,33 +729,18 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def extensions_first(cls, values: Any) -> Any:
+    def extensions_first(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Loads extensions first, because other settings may refer to their entries."""
-        files = parse_names(values.get("extensions") or []) if isinstance(values, dict) else []
+        files = parse_names(values.get("extensions") or [])
         if isinstance(files, list):
             load_extensions(map(str, files))
         return values
 
     @model_validator(mode="before")
     @classmethod
-    def group_was_beside_trackers(cls, values: Any) -> Any:
-        """Converts the old setting `group` to `tracking.group`."""
-        if not isinstance(values, dict) or "group" not in values:
-            return values
-        values = dict(values)
-        group = values.pop("group")
-        tracking = values.get("tracking") or {}
-        if group is None or not isinstance(tracking, dict):
-            return values
-        if tracking.get("group", group) != group:
-            raise ValueError("group is now tracking.group, but both are set; remove group")
-        return {**values, "tracking": {**tracking, "group": group}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def lives_at_url(cls, values: Any) -> Any:
+    def lives_at_url(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Converts a URL in `output` to a mirror and a local folder with the run's name."""
-        output = values.get("output") if isinstance(values, dict) else None
+        output = values.get("output")
         if not isinstance(output, str) or not is_url(output):
             return values
         home, _, name = output.rstrip("/").rpartition("/")

@@ -86,9 +86,8 @@ def gpu_called(name: str) -> Gpu | None:
     Examples: 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090', 'h100 pcie'.
     """
     words = _words(name)
-    own = {known: _words(known) for known in GPUS}
     joined = {known.replace("_", ""): gpu for known, gpu in GPUS.items()}
-    found = [gpu for known, gpu in GPUS.items() if own[known] <= words and not (words - own[known]) & VARIANTS]
+    found = [gpu for known, gpu in GPUS.items() if (own := _words(known)) <= words and not (words - own) & VARIANTS]
     return joined.get(name.lower()) or max(found, key=lambda gpu: len(gpu.name), default=None)
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -112,8 +113,6 @@ INFINIBAND = Path("/sys/class/infiniband")
 CAP_IPC_LOCK = 14
 """Number of the Linux capability to lock any amount of memory."""
 STATUS = Path("/proc/self/status")
-NAMED_MACHINES = 3
-"""Maximum number of machines that a warning names."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
@@ -139,15 +138,10 @@ def name_machines(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     for host, warnings in found:
         for warning in warnings:
             hosts.setdefault(warning, []).append(host)
-    return [f"{_machines_in_words(affected, len(found))}: {warning}" for warning, affected in hosts.items()]
-
-
-def _machines_in_words(hosts: Sequence[str], machines: int) -> str:
-    if len(hosts) == machines:
-        return f"all {machines:,} machines"
-    if len(hosts) <= NAMED_MACHINES:
-        return ", ".join(hosts)
-    return f"{len(hosts):,} of {machines:,} machines ({', '.join(hosts[:NAMED_MACHINES])}, ...)"
+    return [
+        f"{len(affected):,} of {len(found):,} machines ({textwrap.shorten(', '.join(affected), 100)}): {warning}"
+        for warning, affected in hosts.items()
+    ]
 
 
 def few_cores() -> str | None:

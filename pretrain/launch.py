@@ -20,27 +20,9 @@ from contextlib import suppress
 
 import psutil
 
-from pretrain.errors import (
-    CRASHED,
-    EXIT_BAD_INPUT,
-    EXIT_CRASH_LOOP,
-    EXIT_INTERRUPTED,
-    EXIT_NO_VALID_CHECKPOINT,
-    EXIT_NUMERIC,
-    EXIT_PREEMPTED,
-)
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_PREEMPTED
 from pretrain.mesh_sizes import take_own_options, variable
 from pretrain.processes import status_after
-
-ENDED_ON_PURPOSE = {
-    EXIT_BAD_INPUT,
-    EXIT_NUMERIC,
-    EXIT_NO_VALID_CHECKPOINT,
-    EXIT_CRASH_LOOP,
-    EXIT_PREEMPTED,
-    EXIT_INTERRUPTED,
-}
-"""Exit statuses after which torchrun must not restart the processes."""
 
 SHUTDOWN_SECONDS = 300
 """How long torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
@@ -109,7 +91,7 @@ def patient_agent() -> type:
             if result.is_failed():
                 # If one process exits, torchrun terminates the others, which also count as failures.
                 codes = {end.exitcode for end in result.failures.values()} - {-signal.SIGTERM}
-                if codes and codes <= ENDED_ON_PURPOSE:
+                if codes and CRASHED not in codes and min(codes) > 0:  # negative if killed by a signal
                     self._remaining_restarts = 0
             return result
 

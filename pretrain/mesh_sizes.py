@@ -176,8 +176,7 @@ def requested_sizes() -> dict[str, str]:
     """Returns {dimension: size as text} from the launcher, without sizes of 1."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
-    in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
-    found = {name: text for name, text in in_environment.items() if text is not None}
+    found = {name: os.environ[variable(name)] for name in DIMENSIONS if variable(name) in os.environ}
     if not found.keys() >= set(DROPPED):
         _, path = launcher_config()
         section = read_launcher_file(path).get("parallelism_config") or {}

@@ -67,4 +67,9 @@ def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[di
         elif isinstance(value, str | None) and value in RENAMED_VALUES.get(path, {}):
             value = RENAMED_VALUES[path][value]
         found[key] = value
+    # The only setting that moved to another section.
+    tracking = found.get("tracking") or {}
+    if not section and "group" in found and isinstance(tracking, dict) and "group" not in tracking:
+        found["tracking"] = {**tracking, "group": found.pop("group")}
+        notices.append("group is now tracking.group")
     return found, notices

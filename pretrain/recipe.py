@@ -132,22 +132,9 @@ SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() fo
 TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
 """{setting: table of allowed values}."""
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-FLAGS = ("check", "verbose", "smoke")
+FLAGS = ("--check", "--verbose", "--smoke")
 SWITCHES = ("trust_remote_code",)
 """Settings that are set to true if they are passed without a value."""
-TAKEN = {
-    "--config RECIPE": "recipe file or URL (s3://...); you can omit --config",
-    "--text FOLDER": "train on your own text (a folder, pattern or files) without a recipe",
-    "--exclude PATTERN": "with --text: files to skip",
-    "--minutes N": "with --text: training time in minutes",
-    "--check": "report all errors without training",
-    "--check --verbose": "also list every setting with its value and origin",
-    "--profile N": "train, then profile N steps and report bottlenecks",
-    "--smoke": "train for 100 steps in a separate folder and report pass or fail for each stage",
-    "--help [SECTION]": "show all settings, or one section, as in --help optim",
-    "--SECTION.NAME VALUE": "override any recipe setting",
-}
-"""{flag of train.py: help}."""
 FIRST_COMMANDS = """\
 Trains a language model from a recipe. Run the same command again to resume.
 
@@ -166,10 +153,10 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     if "--help" in argv or "-h" in argv:
         print(help_text(usage, [word for word in argv if not word.startswith("-")]))
         sys.exit(0)
-    flags = {flag: f"--{flag}" in argv for flag in FLAGS}
+    flags = {flag.removeprefix("--"): flag in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
         raise InputError("use --check, --check --verbose, or --smoke")
-    pairs = pair_up(named_recipe([word for word in argv if word.removeprefix("--") not in FLAGS]))
+    pairs = pair_up(named_recipe([word for word in argv if word not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"use one recipe, as in --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
@@ -205,7 +192,7 @@ def help_text(usage: str, asked: list[str]) -> str:
     by_section: dict[str, list[str]] = {}
     for path, field in fields_of_config():
         section = path.partition(".")[0] if "." in path else "run"
-        default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
+        default = "required" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
             default = f"null; {default} if {parent} is set"
         found = TABLES.get(path) or choices_in(field.annotation)
@@ -220,13 +207,7 @@ def help_text(usage: str, asked: list[str]) -> str:
     headings = {section: f"{section}:\n" + "\n".join(lines) for section, lines in by_section.items()}
     if asked:
         return "\n\n".join(headings[section] for section in asked)
-    options = table([[f"  {flag}", text] for flag, text in TAKEN.items()])
-    return "\n\n".join([usage.strip(), f"Options:\n{options}", "Settings:", *headings.values()])
-
-
-def as_plain(default: Any) -> Any:
-    """Converts a default to a JSON value."""
-    return default.model_dump() if isinstance(default, Section) else default
+    return "\n\n".join([usage.strip(), "Settings:", *headings.values()])
 
 
 def choices_in(annotation: Any) -> list[str]:
@@ -239,15 +220,19 @@ def choices_in(annotation: Any) -> list[str]:
 
 def explain(command_line: CommandLine) -> str:
     """Lists all settings, one per line, each with its value and origin (command line, recipe or default)."""
-    in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
-    in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
+    in_recipe = frozenset(leaves(with_current_names(parse_yaml(recipe_text(command_line.recipe)))[0]))
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
-        origin = str(command_line.recipe) if path in in_recipe else "default"
-        if any(path == key or path.startswith(f"{key}.") for key in command_line.overridden):
+        origin = str(command_line.recipe) if is_named(path, in_recipe) else "default"
+        if is_named(path, command_line.overridden):
             origin = "command line"
         rows.append([path, json.dumps(value, ensure_ascii=False), origin])
     return table(rows)
+
+
+def is_named(path: str, names: frozenset[str]) -> bool:
+    """Returns True if the names, such as those on the command line, contain this setting, its section or its keys."""
+    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in names)
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
@@ -279,14 +264,15 @@ def own_name(key: str) -> str:
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
-    if (now := current_path(key)) != key:
-        if is_first_process():
-            say(f"--{key}: is now --{now}", sys.stderr)
-        return now
+    now = current_path(key)
+    what = f"is now --{now}"
     if theirs in SETTINGS_ELSEWHERE:
+        now = SETTINGS_ELSEWHERE[theirs]
+        what = f"interpreted as --{now} (docs/coming_from.md)"
+    if now != key:
         if is_first_process():
-            say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
-        return SETTINGS_ELSEWHERE[theirs]
+            say(f"--{key}: {what}", sys.stderr)
+        return now
     if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
         return key
     if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:
@@ -313,13 +299,13 @@ def read_run_config(
         loads_extensions: False to evaluate a recorded run without running its extensions' code. Settings that may
             refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
     """
-    path = path if is_url(path) or not path else or_shipped(path)
+    path = path if is_url(path) else or_shipped(path)
     if not is_url(path) and not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for available ones")
     try:
         values = parse_yaml(recipe_text(path))
     except (InputError, ValueError) as error:
-        where = "" if is_url(path) and str(error).startswith(str(path)) else f"{path or '--config'}: "
+        where = "" if is_url(path) and str(error).startswith(str(path)) else f"{path}: "
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
@@ -349,7 +335,7 @@ def recipe_text(path: str | Path) -> str:
         from pretrain.urls import read_text
 
         return read_text(str(path))
-    return read_small_file(path and or_shipped(path))
+    return read_small_file(or_shipped(path))
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
@@ -402,15 +388,10 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 def allowed_keys(loc: tuple) -> list[str] | None:
     """Returns the allowed keys at the last level of a path, or None if the path isn't in the schema."""
-    schema: Any = RunConfig
-    siblings: list[str] | None = None
-    for part in (part for part in loc if not isinstance(part, int)):
-        fields = {field.alias or name: field for name, field in schema.model_fields.items()} if schema else {}
-        siblings = sorted(fields)
-        if part not in fields:
-            return siblings if part == loc[-1] and fields else None
-        schema = next(iter(sections_in(fields[part].annotation)), None)
-    return siblings
+    parents = [part for part in loc if not isinstance(part, int)][:-1]
+    paths = [path.replace("[]", "").split(".") for path, _ in fields_of_config()]
+    keys = {path[len(parents)] for path in paths if path[: len(parents)] == parents and path != parents}
+    return sorted(keys) or None
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
@@ -426,16 +407,18 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> tup
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
-        if inner := sections_in(field.annotation):
-            rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
-        else:
+        inner = sections_in(field.annotation)
+        if not inner or isinstance(field.default, str):  # a word can replace the section
             rows.append((path, field))
+        if inner:
+            rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
     return tuple(rows)
 
 
 MOVED = {
+    "group": "tracking.group, but both are set; remove group",
     "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE} "
-    "(omit head if it is tied)"
+    "(omit head if it is tied)",
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}

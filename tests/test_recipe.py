@@ -1,5 +1,6 @@
 """Tests for recipes: parsing, rejected values and error messages."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import yaml
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.recipe import (
+    FLAGS,
     SECTIONS_LEFT_OUT,
     as_yaml,
     explain,
@@ -19,6 +21,7 @@ from pretrain.recipe import (
     sections_in,
 )
 from pretrain.units import UNITS, parse_count
+from support.project import ROOT
 
 RECIPE = """
 model: model_configs/llama_30m.json
@@ -201,6 +204,13 @@ def test_a_model_without_a_file_is_refused(recipe, override, message):
     assert message in problem
 
 
+def test_a_value_may_be_the_name_of_a_flag(recipe):
+    read = read_command_line([str(recipe), "--output", "smoke", "--check"], "usage")
+    assert (str(read.config.output), read.check, read.smoke) == ("smoke", True, False)
+    with pytest.raises(InputError, match=r"'check': expected --section\.key VALUE"):
+        read_command_line([str(recipe), "check"], "usage")
+
+
 def test_the_origin_of_a_changed_model_is_printed(recipe):
     lines = explain(
         read_command_line(["--config", str(recipe), "--model.num_hidden_layers", "8"], "usage")
@@ -210,10 +220,17 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
     assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
+def test_the_origin_of_old_names_and_of_a_list_in_one_word_is_the_recipe(recipe):
+    recipe.write_text(RECIPE + "cadence: 2.0\ntrackers: tensorboard\n")
+    lines = explain(read_command_line(["--config", str(recipe)], "usage")).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+    assert rows["interval_scale"] == ["2.0", str(recipe)]
+    assert rows["trackers.0"] == ['"tensorboard"', str(recipe)] and rows["seed"] == ["42", "default"]
+
+
 def test_a_group_in_two_places_is_refused(recipe):
-    """The problem concerns the recipe as a whole, so the message doesn't start with a setting's path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
-    assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
+    assert problem == "--group: is now tracking.group, but both are set; remove group"
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
@@ -292,8 +309,12 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a setting with words and numbers must not list choices"
-    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _ in fields_of_config())):
-        assert flag in text, flag
+    assert '--activation_checkpointing  ["none"]' in text, "a word can replace this section"
+    for path, _ in fields_of_config():
+        assert f"--{path}" in text
+    usage = ast.get_docstring(ast.parse((ROOT / "train.py").read_text()))
+    for flag in (*FLAGS, "--config", "--text", "--minutes", "--exclude", "--profile", "--help"):
+        assert flag in usage, flag
 
 
 def test_every_setting_is_described():
@@ -383,7 +404,7 @@ def test_only_a_file_of_text_is_a_recipe(tmp_path):
         ("/dev/zero", "not a regular file"),
         (tmp_path / "pipe.yaml", "not a regular file"),
         (tmp_path, "is a folder"),
-        ("", "--config: cannot be read"),
+        ("", "is a folder; use a file instead"),
     ):
         (problem,) = problems_of(path)
         assert expected in problem and str(path) in problem

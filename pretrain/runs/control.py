@@ -16,13 +16,7 @@ from pathlib import Path
 from pretrain.files import write_durably
 from pretrain.runs.run_folder import read_json
 
-COMMANDS = {
-    "save": "save a checkpoint of a live run and continue",
-    "stop": "save a checkpoint of a live run and stop it",
-    "abort": "stop a live run without saving",
-    "anneal": "start the final learning-rate decay of a live run",
-}
-"""{command: description}"""
+COMMANDS = ("save", "stop", "abort", "anneal")
 REQUEST_FILE = "control/request.json"
 ANSWER_FILE = "control/answer.json"
 
@@ -38,7 +32,7 @@ class Control:
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
         self._request = run_folder / REQUEST_FILE
         self._answer = run_folder / ANSWER_FILE
-        self._start_id = str(start_id)
+        self._start_id = start_id
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
@@ -60,7 +54,7 @@ class Control:
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
             self._warn(f"{self._request}: ignored an unknown request; use runs.py to send {', '.join(COMMANDS)}")
             return None
-        if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
+        if request.get("start_id") != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
         self.asked = request
         return request["command"]

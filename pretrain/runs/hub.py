@@ -3,16 +3,10 @@
 import re
 from pathlib import Path
 
-from pretrain.errors import did_you_mean
 from pretrain.runs.run_folder import EVALUATIONS
 
 STAGING = "publish"
 """Subfolder of a run for staged models and the log of background publishing."""
-LICENSES = (
-    "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
-    "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
-)  # fmt: skip
-"""Common license IDs on the Hub, for suggestions. The Hub accepts more."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
 WAITING = ".waiting"
 
@@ -34,8 +28,10 @@ def offer_problems(
             "--license, or publish.license in the recipe)"
         )
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
-        problems.append(f"{named[1]} {license}: not a Hub license ID{near}")
+        problems.append(
+            f"{named[1]} {license}: not a Hub license ID, such as apache-2.0, mit or other; see "
+            "https://huggingface.co/docs/hub/repositories-licenses"
+        )
     problems += [
         f"{named[2]} {code}: must be an ISO 639 code (such as en or de), multilingual or code"
         for code in languages

@@ -126,25 +126,20 @@ def checkpoint_damage(
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
     if problems or rank or step is None:
         return problems
-    return contradictions(folder, step) if resumes else wrong_step(folder, step)
+    return contradictions(folder, step, resumes=resumes)
 
 
-def wrong_step(folder: Path, step: int) -> list[str]:
-    """Returns [problem] if an undamaged folder contains a different step, otherwise []."""
-    state = read_state(folder).get("state")
+def contradictions(folder: Path, step: int, *, resumes: bool = True) -> list[str]:
+    """Lists reasons not to use an undamaged checkpoint: another step than its name's, or missing tensors."""
+    contents = read_state(folder)
+    state = contents.get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return ["trainer_state.json contains no step"]
     found = state["step"]
-    named = f"trainer_state.json is from step {found:,}; to use it, rename the folder to {checkpoint_name(found)}"
-    return [] if found == step else [named]
-
-
-def contradictions(folder: Path, step: int) -> list[str]:
-    """Lists reasons why training can't continue from an undamaged folder: a different step or missing tensors."""
-    if problems := wrong_step(folder, step):
-        return problems
-    contents = read_state(folder)
-    state = contents["state"]
+    if found != step:
+        return [f"trainer_state.json is from step {found:,}; to use it, rename the folder to {checkpoint_name(found)}"]
+    if not resumes:
+        return []
     # Old checkpoints don't record `tensors`. An optimizer has no state until its first update.
     updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})

@@ -254,14 +254,15 @@ class MirrorCopies:
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits up to `mirror_wait_seconds` for copying to finish, and reports missing copies."""
+        copier = self._copier
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
-        self._copier.settle()
+        copier.settle()
         with self.metrics.doing("copying to the mirror"):
-            while not self._copier.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
+            while not copier.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
                 beat()
                 time.sleep(0.05)
         self.look()
-        left = dict(self._copier.damaged)
+        left = dict(copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
@@ -270,13 +271,13 @@ class MirrorCopies:
                 "the mirror."
             )
             self.metrics.warn(f"still damaged on the mirror: {named(left)}. {what_now}")
-        if self._copier.is_settled:
+        if copier.is_settled:
             return
         latest = latest_step(self.run)
         waited = f"within {self.settings.mirror_wait_seconds:g} s"
         if not self._thread.is_alive():
             waited = "because copying stopped"
-        missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
+        missing = f"step {latest:,}" if latest not in (None, copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
         self.metrics.warn(

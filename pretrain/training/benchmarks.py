@@ -32,6 +32,8 @@ from pretrain.runs.run_folder import EVALUATIONS
 from pretrain.training.background_jobs import task_arguments
 
 MEASURES = ("acc", "acc_norm", "bits_per_byte")
+Scores = dict[str, float | None]
+"""{metric: mean, metric_stderr: standard error}."""
 LONGEST_TOKENIZING_SECONDS = 24 * 3600.0
 """Time limit for tokenizing the requests, which may have to be downloaded."""
 
@@ -90,8 +92,8 @@ class Requests:
         np.savez(content, tasks=np.frombuffer(text, np.uint8), **values)
         write_durably(path, content.getbuffer())
 
-    def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
-        """Returns {task: {metric: mean, metric_stderr: standard error}} from (R,) log-likelihoods."""
+    def scores(self, log_likelihoods: np.ndarray) -> dict[Task, Scores]:
+        """Returns each task's scores from (R,) log-likelihoods."""
         starts = np.concatenate([[0], self.question_ends[:-1]])
         of_questions = {name: np.empty(len(starts)) for name in MEASURES}
         for number, (start, end) in enumerate(zip(starts, self.question_ends, strict=True)):
@@ -109,7 +111,7 @@ class Requests:
         return found
 
 
-def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
+def mean_and_error(name: str, values: list[float]) -> Scores:
     """Computes {name: mean, name_stderr: standard error}, like the harness. The error is None for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {name: statistics.fmean(values), f"{name}_stderr": error}
@@ -202,7 +204,7 @@ class Benchmarks:
         sequences: int,
         attention: str,
         beat: Callable[[], None],
-    ) -> tuple[dict[Task, dict[str, float | None]], int] | str:
+    ) -> tuple[dict[Task, Scores], int] | str:
         """Returns ({task: scores}, number of truncated requests), or an error message.
 
         Args:

@@ -45,8 +45,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
         **log.energy(),
     }
-    log.pace = run.throughput.pace
-    log.seconds_left = run.clock.left
+    log.seconds_left = seconds_left(run)
     log.write("train", step=step, tokens=run.state.tokens, **figures)
     for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
         if warning:
@@ -55,6 +54,12 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         run.evaluations.fetch()
     if run.mirror:
         run.mirror.look()
+
+
+def seconds_left(run: Run) -> float | None:
+    """Returns the expected time to the end of training, or None if it is unknown."""
+    pace = run.throughput.pace
+    return pace and min((run.plan.total_steps - run.state.step) * pace, run.clock.left)
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
@@ -68,8 +73,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     parts += [f"loss {report.loss:.4f}" for report in reports[-1:]]
     if seconds := run.throughput.pace:
         rate = plan.tokens_in(step - 1) / seconds
-        left = min((plan.total_steps - step) * seconds, run.clock.left)
-        parts += [f"{rate:,.0f} tok/s", f"{duration_text(left)} left"]
+        parts += [f"{rate:,.0f} tok/s", f"{duration_text(seconds_left(run))} left"]
         if run.peak_flops:
             mfu = run.stage.flops_per_token * rate / (run.peak_flops * run.strategy.ranks.count)
             parts.append(f"MFU {mfu:.1%}")
@@ -156,20 +160,21 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
 
 def _begin_save(run: Run) -> None:
     strategy = run.strategy
+    state = run.state
     groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
-    if run.state.average is not None:
+    if state.average is not None:
         groups["average"] = strategy.model_tensors(averaged=True)
     if next(strategy.loss_terms.parameters(), None) is not None:
         groups["loss_terms"] = strategy.term_tensors()
-        if run.state.average is not None:
+        if state.average is not None:
             groups["average_loss_terms"] = strategy.term_tensors(averaged=True)
     contents = {
-        **trainer_state(run.command_line.config, run.whole_plan, run.plan, run.state),
+        **trainer_state(run.command_line.config, run.whole_plan, run.plan, state),
         "strategy": strategy.state(),
         "guard": run.guard.state(),
-        "validation_loss": run.state.validation_loss,
+        "validation_loss": state.validation_loss,
     }
-    run.checkpoints.save(run.state.step, contents, groups, model_describer(run))
+    run.checkpoints.save(state.step, contents, groups, model_describer(run))
     report_saves(run)
 
 
@@ -193,7 +198,7 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 def model_describer(run: Run) -> Callable[..., None]:
     """Returns a function that writes a model folder for the current model, without the weights."""
     # Copied, because a background save may run after the config has changed in the next stage.
-    described = copy.copy(run.built.causal_lm)
+    described = copy.copy(run.strategy.causal_lm)
     described.config = copy.deepcopy(described.config)
     return partial(describe_model, described, run.tokenizer)
 
@@ -246,6 +251,7 @@ def _measure_benchmarks(run: Run) -> None:
 
     step = run.state.step
     settings = run.config.benchmarks
+    log = run.log
     with interruptible(run, "evaluation") as beat:
         found = run.benchmarks.measure(
             run.built.model,
@@ -256,15 +262,15 @@ def _measure_benchmarks(run: Run) -> None:
             beat=beat,
         )
         if isinstance(found, str):
-            run.log.warn(f"benchmarks could not run: {found}")
+            log.warn(f"benchmarks could not run: {found}")
             return
         scores, shortened = found
         if shortened:
-            run.log.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
+            log.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
         tasks = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
-            run.log.write(
+            log.write(
                 "evaluation",
                 step=step,
                 tokens=run.state.tokens,
@@ -273,9 +279,9 @@ def _measure_benchmarks(run: Run) -> None:
                 is_part=task.is_part,
                 limit=settings.limit,
             )
-            run.log.say_scores(step, task.name, measures)
+            log.say_scores(step, task.name, measures)
             tasks[task.name] = measures | {"is_part": task.is_part}
-        run.log.track(numbers_of({"step": step, "sources": {}, "tasks": tasks}))
+        log.track(numbers_of({"step": step, "sources": {}, "tasks": tasks}))
 
 
 def sample(run: Run) -> None:

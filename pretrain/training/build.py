@@ -28,11 +28,9 @@ class Built:
 
     model: nn.Module
     """Prepared model. Its forward pass takes a micro-batch and returns (loss, cross-entropy)."""
-    causal_lm: PreTrainedModel
-    """Inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
     """Expert load balancing; None for a dense model."""
-    terms: "LossTerms | None" = None
+    terms: "LossTerms | None"
     """Loss terms from extensions, if any."""
 
 
@@ -42,18 +40,19 @@ def build_training(
     strategy: Strategy,
     *,
     learning_rate: float,
-    from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
     """Builds the model and the optimizer. The strategy initializes the weights. A collective call.
 
     Args:
         learning_rate: peak learning rate.
-        from_pretrained: load the pretrained weights of the recipe's model instead of initializing at random.
         from_checkpoint: skip the initialization, because the caller loads a checkpoint next.
     """
     say_stage("Building the model")
     kind = strategy.device.type
+    optim = config.optim
+    qk_clip = optim.muon.qk_clip
+    dtype = parameter_dtype(optim)
     causal_lm = build_meta_model(plan.model_config, attention=plan.attention)
     if kind == "cuda":
         from pretrain.model.kernels import prefer_flash_3
@@ -65,7 +64,7 @@ def build_training(
             window=config.data.window,
             model_config=plan.model_config,
         )
-    if config.optim.muon.qk_clip:
+    if qk_clip:
         from pretrain.model.largest_logits import record_largest_logits
 
         record_largest_logits(causal_lm)  # before cp wraps the attention, to record full sequences
@@ -75,7 +74,6 @@ def build_training(
     if config.loss.terms:
         from pretrain.model.loss_terms import LossTerms
 
-        dtype = parameter_dtype(config.optim)
         terms = LossTerms(config.loss, causal_lm.config, seed=config.seed, dtype=dtype)
     model = LanguageModelLoss(
         causal_lm,
@@ -84,8 +82,8 @@ def build_training(
         from_hidden_states=plan.from_hidden_states,
         terms=terms,
     )
-    weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim), are_loaded=from_checkpoint)
-    if from_pretrained:
+    weights = InitialWeights(seed=config.seed, dtype=dtype, are_loaded=from_checkpoint)
+    if config.init == "pretrained" and not from_checkpoint:
         from pretrain.data.new_tokens import new_tokens
         from pretrain.model.pretrained import open_pretrained
 
@@ -93,12 +91,12 @@ def build_training(
         if added:
             say_stage(f"Initializing {len(added.parts):,} new tokens, each as the mean of the old tokens it replaces")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
-    if config.optim.mup_base_width:
+    if optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales
 
-        weights = replace(weights, scales=initial_scales(plan.model_config, config.optim.mup_base_width))
+        weights = replace(weights, scales=initial_scales(plan.model_config, optim.mup_base_width))
     build_optimizer = optimizer_builder(
-        config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind, loss_terms=model.loss_terms
+        optim, causal_lm, learning_rate, seed=config.seed, device_type=kind, loss_terms=model.loss_terms
     )
     prepared = strategy.prepare(model, weights, build_optimizer)
     experts = None
@@ -112,15 +110,15 @@ def build_training(
         if followed_routers(causal_lm):
             experts = Experts(causal_lm, strategy, plan.router_losses)  # must be hooked before compilation
             experts.attach()
-    if config.optim.muon.qk_clip:
+    if qk_clip:
         from pretrain.training.qk_clip import QkClip
 
-        QkClip(causal_lm, strategy, config.optim.muon.qk_clip).attach()
+        QkClip(causal_lm, strategy, qk_clip).attach()
     lengths = {config.data.window, *config.data.windows}
     mode = config.activation_checkpointing
     budget = mode.memory_budget if isinstance(mode, MemoryBudget) else 1.0
     compile_model(prepared, causal_lm, compile_mode, len(lengths), budget)
-    return Built(prepared, causal_lm, experts, terms)
+    return Built(prepared, experts, terms)
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:

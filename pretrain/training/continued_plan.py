@@ -25,22 +25,19 @@ from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
-from pretrain.recipe import CommandLine
+from pretrain.recipe import CommandLine, is_named
 from pretrain.registry import LOSS_TERMS
 from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
 
+Contents = Mapping[str, Any]
+"""The values in a checkpoint's trainer_state.json."""
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
 """A recipe sets one of these."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that can't change during a run, because this would repeat some data and skip some."""
-
-
-def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Returns True if the command line overrides this setting, its section or one of its keys."""
-    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,7 @@ class Changes:
         return not self.touched.isdisjoint(SHAPE)
 
 
-def changes_since(
-    contents: Mapping[str, Any], asked: RunConfig, overridden: frozenset[str], *, begins_branch: bool
-) -> Changes:
+def changes_since(contents: Contents, asked: RunConfig, overridden: frozenset[str], *, begins_branch: bool) -> Changes:
     """Compares the recipe with a checkpoint's trainer_state.json.
 
     asked: the recipe, with `auto` unresolved.
@@ -80,28 +75,28 @@ def changes_since(
     return Changes(changed, frozenset([*changed, *named]), begins_branch)
 
 
-def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
+def old_checkpoint_problems(contents: Contents, plan: RunPlan, *, begins_branch: bool) -> list[str]:
     """Lists changes that a checkpoint from an earlier version doesn't support, because it records fewer settings.
 
     plan: the recipe's plan, as for a new run.
     """
     planned = contents["plan"]
     schedule = planned["schedule"]
-    if "settings" in contents or not (
+    if contents.keys() >= {"settings", "data"} or not (
         begins_branch
         or plan.total_steps not in (planned["total_steps"], schedule["total_steps"])
         or plan.schedule.name != schedule["name"]
-        or plan.identity["batch.tokens_per_step"] != contents["identity"]["batch.tokens_per_step"]
+        or any(plan.identity.get(path) != contents["identity"].get(path) for path in ("batch.tokens_per_step", *DATA))
     ):
         return []
     return [
         f"the checkpoint at step {contents['state']['step']:,} was written by an earlier version of Groundwork and "
-        "lacks the data for branching or for changing the budget, batch or schedule; continue the run unchanged until "
-        "its next checkpoint, then make the change"
+        "lacks the records for branching or for changing the budget, batch, schedule or data; continue the run "
+        "unchanged until its next checkpoint, then make the change"
     ]
 
 
-def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
+def rewind_step(plan: RunPlan, contents: Contents, changes: Changes) -> int | None:
     """Returns the last step before the final decay if an extended run must rewind to it, otherwise None.
 
     A run whose schedule changes continues from the decayed model instead.
@@ -120,15 +115,15 @@ def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) ->
 def continued(
     config: RunConfig,
     plan: RunPlan,
-    contents: Mapping[str, Any],
+    contents: Contents,
     state: RunState,
     changes: Changes,
     *,
-    is_finished: bool = False,
+    is_finished: bool,
 ) -> RunPlan:
     """Plans all steps of a run that continues from a checkpoint.
 
-    Raises InputError if the budget is already exceeded, or if the data position after a change is unknown.
+    Raises InputError if the budget is already exceeded.
 
     Args:
         plan: the recipe's plan, as for a new run.
@@ -146,7 +141,7 @@ def continued(
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
     past = TypeAdapter(BatchRamp).validate_python(planned.get("ramp", plan.ramp))  # not in old checkpoints
     ramp = future.after(past, state.step, state.tokens // length)
-    sequences = target_sequences(config.budget, length, plan.active_parameters)
+    sequences = target_sequences(config, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
@@ -161,12 +156,7 @@ def continued(
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if any(plan.identity.get(path) != identity.get(path) for path in DATA):
-        origin = contents.get("data")
-        if origin is None:
-            raise InputError(
-                "data: the checkpoint was written by an earlier version of Groundwork, which did not record how much "
-                "of each source was read; keep the same data until the next checkpoint, then change it"
-            )
+        origin = contents["data"]
     position = TypeAdapter(DataPosition | None).validate_python(origin)
     # A branch's decay may end after the budget, and its data must last until then.
     last_step = max(total_steps, (state.anneal_from or 0) + (state.anneal_steps or 0))
@@ -230,22 +220,20 @@ def without_ranges_ahead(state: RunState, plan: RunPlan) -> RunState:
 
 
 def _continued_schedule(
-    config: RunConfig, total_steps: int, contents: Mapping[str, Any], state: RunState, changes: Changes
+    config: RunConfig, total_steps: int, contents: Contents, state: RunState, changes: Changes
 ) -> Schedule:
     before = TypeAdapter(Schedule).validate_python(contents["plan"]["schedule"])
     step = state.step
-    optim = config.optim
-    per_step = config.batch.tokens_per_step
     if changes.clock:
         warmup = None if "optim.warmup_steps" in changes.touched else 0
-        return schedule_of(optim, per_step, total_steps, first_step=step, warmup_steps=warmup)
-    planned = schedule_of(optim, per_step, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
+        return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
+    planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
     if total_steps != before.total_steps:
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before
 
 
-def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
+def continued_state(config: RunConfig, contents: Contents, changes: Changes, trunk: str | None) -> RunState:
     """Returns the initial state of a run that continues from a checkpoint.
 
     A branch decays right away unless it has its own budget or schedule.
@@ -257,16 +245,15 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
     if trunk is not None:
         origin = {"run": trunk, "step": state.step, "tokens": state.tokens}
         state = replace(state, lineage=[*state.lineage, origin], validation_loss=None, seconds=0.0)
-    is_annealing = state.anneal_from is not None
-    if is_annealing and (changes.clock or changes.budget):
-        state = replace(state, anneal_from=None, anneal_steps=None)
-    if trunk is None or changes.clock or changes.budget:
+    if changes.clock or changes.budget:
+        return replace(state, anneal_from=None, anneal_steps=None)
+    if trunk is None:
         return state
     steps = max(1, round(config.optim.decay_fraction * state.step))
     return replace(state, anneal_from=state.step, anneal_steps=steps)
 
 
-def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
+def decay_problems(plan: RunPlan, contents: Contents, changes: Changes, trunk: str | None) -> list[str]:
     """Lists requested changes that aren't possible during the final decay.
 
     Args:
@@ -359,7 +346,7 @@ def continue_from(
     plan: RunPlan,
     asked: CommandLine,
     found: Path,
-    contents: Mapping[str, Any],
+    contents: Contents,
     *,
     rollbacks: list[dict[str, Any]],
     begins_branch: bool,
@@ -391,12 +378,13 @@ def continue_from(
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
     state = continued_state(config, contents, changes, trunk).after_rollbacks(rollbacks)
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
+    state = without_ranges_ahead(state, whole)
     problems += decay_problems(whole, contents, changes, config.branch_from)
     problems += time_problems(config, whole, state)
     if begins_branch and state.anneal_from is None and whole.total_steps <= state.step:
         problems.append(f"budget: ends at step {whole.total_steps:,}, where the branch begins; raise it")
     rewinds_to = rewind_step(whole, contents, changes)
-    is_complete = is_finished and state.step >= whole.annealing(state.anneal_from, state.anneal_steps).total_steps
+    is_complete = is_finished and state.step >= whole.in_effect(state).total_steps
     stop_at_step = config.checkpoint.stop_at_step
     if stop_at_step is not None and state.step >= stop_at_step and rewinds_to is None and not is_complete:
         problems.append(
@@ -404,7 +392,6 @@ def continue_from(
             "null, to continue"
         )
     problems.stop_if_any()
-    state = without_ranges_ahead(state, whole)
     return Continuation(whole, state, changes, rewinds_to)
 
 
@@ -432,7 +419,7 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         found = stable[-1]
         continuation = continue_from(config, plan, asked, found, read_state(found), **how)
     state = continuation.state
-    effective = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
+    effective = continuation.plan.in_effect(state)
     if is_finished and state.step >= effective.total_steps:
         return f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final.", True
     return describe_continuation(effective, state, continuation.changes, found), False

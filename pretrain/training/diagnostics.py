@@ -127,13 +127,9 @@ class Watched:
         self.layers = layers
         self.strategy = strategy
         self.layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-        zeros = functools.partial(torch.zeros, len(layers), device=strategy.device)
-        self.squares = zeros()
-        self.elements = zeros()
-        self.units = zeros()
-        self.unit_squares = zeros()
-        self.holders = zeros()
-        """Number of ranks that hold the layer."""
+        self.sums = torch.zeros(5, len(layers), device=strategy.device)
+        self.squares, self.elements, self.units, self.unit_squares, self.holders = self.sums
+        """Views of `sums`. holders: number of ranks that hold the layer."""
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
         """{layer: one (units + 1,) tensor per call}: maximum magnitude per unit, then the mean square of all units."""
@@ -142,24 +138,23 @@ class Watched:
     def attached(self) -> Iterator[None]:
         """Attaches the hooks within the context."""
         with ExitStack() as stack:
-            for number, layer in enumerate(self.layers):
-                record_output = functools.partial(self.record_output, number)
-                record_units = functools.partial(self.record_units, number)
-                stack.enter_context(layer.register_forward_hook(record_output))
+            for layer in self.layers:
+                stack.enter_context(layer.register_forward_hook(self.record_output))
                 for matrix in last_matrices(layer):
-                    stack.enter_context(matrix.register_forward_pre_hook(record_units))
+                    stack.enter_context(matrix.register_forward_pre_hook(self.record_units))
             stack.enter_context(self.attention())
             yield
 
-    def record_output(self, number: int, layer: nn.Module, inputs: tuple, output: Any) -> None:
+    def record_output(self, layer: nn.Module, inputs: tuple, output: Any) -> None:
+        number = self.layer_of[layer]
         hidden = output[0] if isinstance(output, tuple) else output
         self.squares[number] += hidden.float().square().sum()
         self.elements[number] += hidden.numel()
 
-    def record_units(self, number: int, matrix: nn.Module, inputs: tuple) -> None:
+    def record_units(self, matrix: nn.Module, inputs: tuple) -> None:
         units_NF = inputs[0].detach().float().flatten(0, -2)
         magnitudes = torch.cat([units_NF.abs().amax(0), units_NF.square().mean()[None]])
-        self.magnitudes.setdefault(number, []).append(magnitudes)
+        self.magnitudes.setdefault(self.layer_of[matrix], []).append(magnitudes)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -196,8 +191,7 @@ class Watched:
             self.units[number] = of_calls.shape[1] - 1
             self.unit_squares[number] = of_calls[:, -1].mean()
             self.holders[number] = 1
-        sums = torch.stack([self.squares, self.elements, self.units, self.unit_squares, self.holders])
-        squares, elements, units, unit_squares, holders = self.strategy.sum(sums, by_layer=True)
+        squares, elements, units, unit_squares, holders = self.strategy.sum(self.sums, by_layer=True)
         units, unit_squares = units / holders.clamp(min=1), unit_squares / holders.clamp(min=1)
         # A unit is off only if it is off on every rank, because each rank has other tokens.
         used = torch.zeros(len(self.layers), max(1, int(units.max())), device=units.device)

@@ -192,7 +192,6 @@ class Experts:
         """Sums over the current step on this rank."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
         """Values from the last step over all ranks: summed assignments, and means of the other records."""
-        self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
         """Number of steps since each expert last received a token."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
@@ -236,7 +235,6 @@ class Experts:
         counts_LE = self._last_L3E[:, 0]
         self._last_L3E[:, 1:] /= self._microbatches * self.strategy.data_ranks * self.strategy.sequence_parts
         self._use(counts_LE)
-        self._balance_L = self._size_L * (self._share_LE * self._last_L3E[:, 1]).sum(-1)
         self._idle_LE = torch.where(counts_LE == 0, self._idle_LE + 1, 0)
         if self._bias_of:
             self._move_biases(counts_LE, skipped)
@@ -304,8 +302,9 @@ class Experts:
         part_LE = self._share_LE / self._top_k_L[:, None]
         entropy_L = -torch.special.xlogy(part_LE, part_LE).sum(-1) / self._size_L.log().clamp(min=1e-9)
         load_LE = part_LE * self._size_L[:, None]
+        balance_L = self._size_L * (self._share_LE * self._last_L3E[:, 1]).sum(-1)
         figures = {
-            "router_balance_loss": self._balance_L.mean(),
+            "router_balance_loss": balance_L.mean(),
             "expert_entropy": entropy_L.mean(),
             "expert_entropy_min": entropy_L.min(),
             "expert_load_max": load_LE.max(),

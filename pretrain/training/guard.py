@@ -94,19 +94,20 @@ class StepGuard:
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
         """Returns (spike or None, True if the loss exceeds the rollback threshold)."""
-        if len(self._losses) < MIN_LOSSES_FOR_MEAN:
+        losses = self._losses
+        if len(losses) < MIN_LOSSES_FOR_MEAN:
             return None, False
-        mean = statistics.fmean(self._losses)
+        mean = statistics.fmean(losses)
         alert = self.settings.spike_warn_factor * mean
         limit = self.settings.spike_factor * mean
-        if len(self._losses) >= MIN_LOSSES_FOR_DEVIATION:
-            variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / (len(self._losses) - 1)
+        if len(losses) >= MIN_LOSSES_FOR_DEVIATION:
+            variance = math.fsum((loss - mean) ** 2 for loss in losses) / (len(losses) - 1)
             sigmas = mean + self.settings.spike_sigma * math.sqrt(variance)
             limit = min(limit, max(sigmas, SIGMA_FLOOR * mean))
         if report.loss <= min(alert, limit):
             return None, False
         values = {"loss": report.loss, "mean": mean, "threshold": min(alert, limit)}
-        message = f"loss {report.loss:.4f} after a mean of {mean:.4f} over {len(self._losses)} steps"
+        message = f"loss {report.loss:.4f} after a mean of {mean:.4f} over {len(losses)} steps"
         return Finding("spike", report.step, message, values), report.loss > limit
 
     def _judge_norm(self, report: StepReport) -> list[Finding]:

@@ -22,7 +22,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.model.model_config import rope_in_words
-from pretrain.runs.event_log import last_position
+from pretrain.runs.event_log import is_cut, last_position
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, is_terminal, printable, say, say_stage
 from pretrain.units import bytes_text, count_text, duration_text
@@ -139,10 +139,8 @@ class LineFile:
         # Unbuffered, so that no lines are lost in a crash.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
-        self._is_cut = False
+        self._is_cut = is_cut(self._file)
         """True if the last line was only partially written."""
-        if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
-            self.write("")  # the last line was truncated by a crash
 
     def write(self, line: str) -> None:
         content = b"\n" * self._is_cut + line.encode() + b"\n"
@@ -170,7 +168,6 @@ class Metrics:
 
     def __init__(self, run: Path, *, is_main: bool):
         self.is_main = is_main
-        self._run = run
         self.total_steps = 0
         """Planned number of steps."""
         self.began = False
@@ -179,16 +176,15 @@ class Metrics:
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
         self._meter: EnergyMeter | None = None
-        self._position_now: dict[str, int] | None = None
         self._drawn = 0.0
-        self.pace: float | None = None
-        """Expected seconds per step; None if unknown."""
-        self.seconds_left = math.inf
-        """Remaining seconds in budget.minutes."""
+        self.seconds_left: float | None = None
+        """Expected time to the end of training; None if unknown."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines = LineFile(run / METRICS_FILE)
             self._log = LineFile(run / "train.log")
+            self._position = last_position(run)
+            """Current step and token count, at first those of the previous attempt."""
 
     def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
         """Starts the progress line and the trackers, which receive `facts` about the run and the config."""
@@ -229,7 +225,7 @@ class Metrics:
             yield
             return
         before = LIVE_LINE.text
-        LIVE_LINE.show(f"step {self._where()['step']:,} · {what} ...")
+        LIVE_LINE.show(f"step {self._position['step']:,} · {what} ...")
         try:
             yield
         finally:
@@ -263,7 +259,7 @@ class Metrics:
     def track(self, numbers: dict[str, float]) -> None:
         """Sends late metrics to the trackers, at the current step because trackers reject earlier steps."""
         if self._trackers is not None:
-            self._trackers.log(numbers, step=self._where()["step"])
+            self._trackers.log(numbers, step=self._position["step"])
 
     def say_scores(self, step: int, task: str, measures: dict[str, Any]) -> None:
         """Writes a task's scores to the console and train.log, without standard errors."""
@@ -285,13 +281,7 @@ class Metrics:
 
     def set_position(self, step: int, tokens: int) -> None:
         """Sets the current step and token count, which the end event reports."""
-        self._position_now = {"step": step, "tokens": tokens}
-
-    def _where(self) -> dict[str, int]:
-        """Returns the current step and token count, from the previous attempt's log if not yet set."""
-        if self._position_now is None:
-            self._position_now = last_position(self._run)
-        return self._position_now
+        self._position = {"step": step, "tokens": tokens}
 
     def end(self, code: int, reason: str, **values: Any) -> None:
         """Writes the end event and closes all outputs. Later calls do nothing."""
@@ -300,7 +290,7 @@ class Metrics:
         self._ended = True
         LIVE_LINE.clear()
         seconds = time.perf_counter() - self.started
-        self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds, **self.energy())
+        self.write("end", reason=reason, code=code, **{**self._position, **values}, seconds=seconds, **self.energy())
         if self._trackers is not None:
             self._trackers.finish()
         self._lines.close()
@@ -309,9 +299,8 @@ class Metrics:
     def _in_words(self, event: str, values: dict[str, Any]) -> str:
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
-            left = self.total_steps - values["step"]
-            seconds = min(left * self.pace, self.seconds_left) if self.pace is not None else None
-            texts["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
+            left = self.seconds_left
+            texts["left_text"] = f"{duration_text(left)} left" if left is not None else ""
             texts["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             texts["tokens_text"] = f"{count_text(values['tokens'])} tokens"
             terms = {name: value for name, value in values.items() if name.startswith("loss_")}

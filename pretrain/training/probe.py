@@ -61,7 +61,7 @@ class Probe:
     """Attention whose results match the library's eager forward pass."""
     from_hidden_states: bool
     """True if the logits are head(last hidden state), so that the loss doesn't need to materialize them."""
-    passed_over: tuple[str, ...] = ()
+    passed_over: tuple[str, ...]
     """Faster attentions that failed the test, with the reasons."""
 
 
@@ -101,7 +101,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
             problem = _problem(reference, with_rows(small_name, classes), window)
             if problem is None:
                 # The other layers mix documents with every attention, so no faster attention was rejected.
-                return Probe(apart, is_projection(reference))
+                return Probe(apart, is_projection(reference), ())
             problems[apart] = problem
 
     def works(attention: str, window: WindowSpec) -> bool:

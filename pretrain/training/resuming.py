@@ -116,11 +116,10 @@ def _restore_state(run: Run, *, is_finished: bool = False, rolls_back: bool = Fa
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Reads the recorded rollbacks on the main rank. Raises InputError on all ranks if the file is damaged."""
-    ranks = run.strategy.ranks
+    """Returns the rollbacks that the main rank reads. Raises InputError on all ranks if its file is damaged."""
     problems = Problems()
-    recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
-    problems, recorded = ranks.gather((problems, recorded))[0]
+    recorded = problems.attempt(recorded_rollbacks, run.config.output)
+    problems, recorded = run.strategy.ranks.gather((problems, recorded))[0]
     problems.stop_if_any()
     return recorded
 
@@ -139,21 +138,22 @@ def load_checkpoint(run: Run) -> None:
     """Loads the checkpoint, if any, into the model, optimizer, weight average and expert counters."""
     strategy = run.strategy
     state = run.state
+    saved = run.saved
     if run.built.experts:
         run.built.experts.load(state.expert_counts)
-    if not run.saved:
+    if not saved:
         return
     from pretrain.training.continued_plan import refuse_other_terms
 
     names = PublishedNames.of(strategy.causal_lm.config)
-    refuse_other_terms(strategy.term_tensors().shapes, run.saved.loss_terms.shapes())
-    model = JoinedTensors(run.saved.model, names)
-    strategy.load(ChainMap(run.saved.loss_terms, model) if run.saved.loss_terms else model, run.saved.optimizer)
-    strategy.load_state(run.saved.contents["strategy"])
+    refuse_other_terms(strategy.term_tensors().shapes, saved.loss_terms.shapes())
+    model = JoinedTensors(saved.model, names)
+    strategy.load(ChainMap(saved.loss_terms, model) if saved.loss_terms else model, saved.optimizer)
+    strategy.load_state(saved.contents["strategy"])
     settings = run.config.averaging
     total_steps = run.plan.total_steps
     if settings.kind != "none" and can_continue(settings, state.average, total_steps):
-        strategy.load_average(run.saved.average)
+        strategy.load_average(saved.average)
         return
     # The saved average can't be continued.
     state.average = None

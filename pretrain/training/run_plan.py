@@ -4,23 +4,20 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from pretrain.checkpoint.run_state import RunState
 from pretrain.config import (
-    Budget,
     Cadence,
     CurriculumStage,
     ModelSource,
-    Optim,
     RunConfig,
-    Samples,
     WindowSpec,
 )
-from pretrain.data.batches import Batches, SkippedRange, open_training
+from pretrain.data.batches import Batches, open_training
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
@@ -52,7 +49,7 @@ from pretrain.registry import LOADED_CODE
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, setting, trunk_checkpoint
 from pretrain.terminal import say_stage
 from pretrain.training.auto_settings import peak_learning_rate, resolve_auto
-from pretrain.training.probe import probe
+from pretrain.training.probe import Probe, probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 """Settings that determine the length of a run."""
@@ -80,8 +77,8 @@ KEPT = (
 
 
 @dataclass(frozen=True)
-class ModelPlan:
-    """The model-related part of a run's plan."""
+class ModelPlan(Probe):
+    """The model-related part of a run's plan, including the probe's results."""
 
     model_config: Any
     parameters: int
@@ -89,11 +86,6 @@ class ModelPlan:
     """Number of parameters used per token."""
     router_losses: RouterLosses
     flops_per_token: float
-    attention: str
-    from_hidden_states: bool
-    """See `LanguageModelLoss`."""
-    attention_passed_over: tuple[str, ...]
-    """Faster attentions that failed the probe, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -175,21 +167,21 @@ class RunPlan(ModelPlan):
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
-    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """Returns the plan without these samples. Later samples take their place."""
-        return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
-
-    def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """Returns the plan with a final decay of `steps` steps from `from_step`; unchanged if `from_step` is None."""
-        if from_step is None:
-            return self
-        schedule = Annealing(self.schedule, from_step, steps)
-        return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
+    def in_effect(self, state: RunState) -> "RunPlan":
+        """Returns the plan without skipped samples, which later ones replace, and with a requested final decay."""
+        plan = self
+        if state.left_out:
+            plan = replace(plan, batches=plan.batches.changed(skipped=state.left_out))
+        if state.anneal_from is not None:
+            schedule = Annealing(plan.schedule, state.anneal_from, state.anneal_steps)
+            plan = replace(plan, schedule=schedule).with_steps(state.anneal_from + state.anneal_steps)
+        return plan
 
     def cut(self, steps: int | None) -> "RunPlan":
         """Returns the plan truncated to `steps` steps. The schedule doesn't change."""
-        if steps is None or steps >= self.total_steps:
-            return self
+        return self if steps is None or steps >= self.total_steps else self.with_steps(steps)
+
+    def with_steps(self, steps: int) -> "RunPlan":
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
@@ -309,17 +301,10 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # even if the data has problems
     if model is None:
         raise InputError(*of_data)
-    if config.loss.terms and not model.from_hidden_states:
-        raise InputError(
-            *of_data,
-            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
-            "alone, but loss terms have no access to anything else; use a model that does, such as llama or qwen3",
-        )
-    of_data += rows_problems(config, model)
-
+    of_data += probed_problems(config, model)
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
-        schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
+        schedule = problems.attempt(schedule_of, config, ramp.total_steps)
         if schedule is not None:
             problems.attempt(check_factors, schedule)
         problems += averaging_problems(
@@ -364,7 +349,11 @@ def model_problems(config: RunConfig, meta_model: PreTrainedModel, device_type: 
 
         scales_width = config.optim.parametrization != "standard"
         problems += problems.attempt(term_problems, config.loss, config.compile, scales_width=scales_width) or []
-    problems.attempt(require_generation, config.samples, meta_model)
+    if config.samples.is_set and not meta_model.can_generate():
+        problems.append(
+            f"samples: {type(meta_model).__name__} has no generate(); inherit from transformers' GenerationMixin as "
+            "well, or omit samples"
+        )
     problems += checkpointing_problems(config, meta_model)
     return problems
 
@@ -407,33 +396,35 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         if problem := qk_clip_problem(model_config, found.attention):
             raise InputError(problem)
     return ModelPlan(
+        **vars(found),
         model_config=model_config,
         parameters=count_parameters(model_config),
         active_parameters=active_parameters(model_config),
         router_losses=losses_of_routers,
         flops_per_token=flops_per_token(model_config, config.data.sequence_length),
-        attention=found.attention,
-        from_hidden_states=found.from_hidden_states,
-        attention_passed_over=found.passed_over,
     )
 
 
-def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
-    """Lists settings that don't work with documents in separate rows (see model/document_rows.py)."""
-    if not classes_in_rows(model.attention):
-        return []
+def probed_problems(config: RunConfig, model: ModelPlan) -> list[str]:
+    """Lists settings that don't work with what the probe found, such as documents in rows (model/document_rows.py)."""
     problems = []
-    how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
-    if config.compile == "full":
+    model_type = model.model_config.model_type
+    mixers = classes_in_rows(model.attention)
+    how = f"each document is a separate row in {' and '.join(mixers)}"
+    if config.loss.terms and not model.from_hidden_states:
         problems.append(
-            f"compile: full does not work with data.document_mask and {model.model_config.model_type}: {how}, so "
-            "shapes change with every batch; use regional, or data.document_mask: false"
+            f"loss.terms: {model_type} does not compute its logits from the last hidden states alone, but loss terms "
+            "have no access to anything else; use a model that does, such as llama or qwen3"
         )
-    if (asked := requested_sizes()).keys() & {"pp", "cp"}:
+    if mixers and config.compile == "full":
         problems.append(
-            f"model: {model.model_config.model_type} does not work with {' and '.join(asked.keys() & {'pp', 'cp'})} "
-            f"and data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
-            "data.document_mask: false with pp"
+            f"compile: full does not work with data.document_mask and {model_type}: {how}, so shapes change with "
+            "every batch; use regional, or data.document_mask: false"
+        )
+    if mixers and (split := requested_sizes().keys() & {"pp", "cp"}):
+        problems.append(
+            f"model: {model_type} does not work with {' and '.join(split)} and data.document_mask: {how}, but these "
+            "dimensions split micro-batches or sequences; use fsdp2, or data.document_mask: false with pp"
         )
     return problems
 
@@ -529,15 +520,16 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     return tokens // length
 
 
-def target_sequences(budget: Budget, length: int, active: int) -> int | None:
-    """Returns the budget in sequences of `length` tokens; None if the budget is in steps.
+def target_sequences(config: RunConfig, active: int) -> int | None:
+    """Returns the budget in sequences; None if the budget is in steps.
 
     active: number of active parameters, for tokens_per_parameter.
     """
+    budget = config.budget
     if budget.steps:
         return None
     tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
-    return math.ceil(tokens / length)
+    return math.ceil(tokens / config.data.sequence_length)
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
@@ -545,7 +537,7 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        total_sequences=target_sequences(config.budget, config.data.sequence_length, active),
+        total_sequences=target_sequences(config, active),
         total_steps=config.budget.steps,
         ramp_from=ramp.start if ramp else 1.0,
         ramp_over=ramp.over if ramp else 0.0,
@@ -553,9 +545,10 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 
 
 def schedule_of(
-    optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
+    config: RunConfig, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
     """Returns the schedule from `first_step` to the end. warmup_steps: None for the recipe's setting."""
+    optim = config.optim
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -565,7 +558,7 @@ def schedule_of(
         decay_steps=round(optim.decay_fraction * steps) if optim.schedule == "wsd" else None,
         decay_shape=optim.decay_type,
         cooldown_steps=cooldown_steps_of_infinite(
-            steps, tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+            steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
         ),
         constant_ratio=optim.constant_ratio,
         anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
@@ -577,15 +570,6 @@ def check_factors(schedule: Schedule) -> None:
     """Computes up to 1,000 learning rates of the run. Raises InputError if an extension's schedule has an error."""
     for step in range(0, schedule.total_steps, -(-schedule.total_steps // 1000)):
         schedule.factor(step)
-
-
-def require_generation(settings: Samples, model: PreTrainedModel) -> None:
-    """Raises InputError if samples are enabled, but the model can't generate text."""
-    if settings.is_set and not model.can_generate():
-        raise InputError(
-            f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, "
-            "or omit samples"
-        )
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:
@@ -601,6 +585,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
     """Returns the settings that must not change for an exact continuation, as {dotted path: JSON value}."""
+    data = config.data
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
@@ -614,10 +599,10 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     identity = {
         "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "seed": config.seed,
-        "data.stages" if config.data.stages else "data.train": [identity_of_stage(s) for s in config.data.mixtures],
-        "data.sequence_length": config.data.sequence_length,
-        "data.document_mask": config.data.document_mask,
-        "data.sampling": config.data.sampling,
+        "data.stages" if data.stages else "data.train": [identity_of_stage(s) for s in data.mixtures],
+        "data.sequence_length": data.sequence_length,
+        "data.document_mask": data.document_mask,
+        "data.sampling": data.sampling,
         "batch.tokens_per_step": config.batch.tokens_per_step,
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,

@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,6 @@ from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted, table
 
-RECORD_FILES = ("config.yaml", "model.json", "strategy.json", "environment.json")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -64,8 +64,7 @@ def announce(run: Run, peak_source: str) -> str:
     step = run.state.step
     is_main = strategy.ranks.is_main
     if is_main:
-        if missing := [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]:
-            write_record(run, missing)
+        write_records(run)
         record_sources(run)
         copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
@@ -84,7 +83,7 @@ def announce(run: Run, peak_source: str) -> str:
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
-        **({"energy": energy} if energy else {}),
+        "energy": energy,
         **{
             f"best fit, {plan.batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
             for (number, length), packing in packings.items()
@@ -110,19 +109,24 @@ def announce(run: Run, peak_source: str) -> str:
     return start_id
 
 
-def write_record(run: Run, names: Iterable[str]) -> None:
-    """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
-    machine = describe_machine(run.strategy.device)
-    packages = package_versions(RECORDED_PACKAGES)
-    environment = {"commit": commit(), **machine, "packages": packages, "code": LOADED_CODE}
+def write_records(run: Run) -> None:
+    """Writes the config, model, strategy and environment, unless an earlier start has. Main rank only."""
     texts = {
-        "config.yaml": as_yaml(run.config),
-        "model.json": run.plan.model_config.to_json_string(),
-        "strategy.json": json.dumps(run.strategy.describe(), indent=1),
-        "environment.json": json.dumps(environment, indent=1),
+        "config.yaml": lambda: as_yaml(run.config),
+        "model.json": run.plan.model_config.to_json_string,
+        "strategy.json": lambda: json.dumps(run.strategy.describe(), indent=1),
+        "environment.json": lambda: json.dumps(environment_of(run.strategy.device), indent=1),
     }
-    for name in names:
-        (run.config.output / name).write_text(texts[name], encoding="utf-8")
+    for name, text in texts.items():
+        path = run.config.output / name
+        if run.is_new or not path.exists():
+            path.write_text(text(), encoding="utf-8")
+
+
+def environment_of(device: torch.device) -> dict[str, Any]:
+    """Describes the code, the machine and the packages. Contains no environment variables."""
+    packages = package_versions(RECORDED_PACKAGES)
+    return {"commit": commit(), **describe_machine(device), "packages": packages, "code": LOADED_CODE}
 
 
 def record_sources(run: Run) -> None:
@@ -197,8 +201,8 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
     return rows
 
 
-def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
-    """Returns the startup banner. built: rows about the built objects."""
+def banner(config: RunConfig, plan: RunPlan, built: dict[str, str | None]) -> str:
+    """Returns the startup banner. built: rows about the built objects; None for rows to leave out."""
     ramp = plan.ramp
     length = config.data.sequence_length
     micro = config.batch.sequences_per_micro_batch
@@ -220,16 +224,16 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **stages_in_words(plan),
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
-        **({} if config.averaging.kind == "none" else {"average": f"of the weights, {config.averaging.kind}"}),
+        "average": f"of the weights, {config.averaging.kind}" if config.averaging.kind != "none" else None,
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
         + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
-    return table(list(rows.items()))
+    return table([row for row in rows.items() if row[1] is not None])
 
 
-def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
+def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str | None]:
     """Returns the banner rows for the device and the model."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision != "bf16"
@@ -240,19 +244,19 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     attention = without_rows(model.attention) + (", within documents" if config.data.document_mask else "")
     if mixers := classes_in_rows(model.attention):
         attention += f"; {' and '.join(mixers)} with each document in a separate row"
-    kernels = {}
+    kernels = None
     if device.type == "cuda":
         from pretrain.model.kernels import kernels_used
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
-        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), **here)}
+        kernels = kernels_used(config.attention, without_rows(model.attention), **here)
     return {
         "device": device_in_words(device),
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
         "vocabulary": vocabulary,
         "precision": f"{precision}{reason}, weights and optimizer in {weights}",
-        "attention": "; rejected ".join([attention, *model.attention_passed_over]),
-        **kernels,
+        "attention": "; rejected ".join([attention, *model.passed_over]),
+        "kernels": kernels,
     }
 
 

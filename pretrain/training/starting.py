@@ -32,7 +32,7 @@ from pretrain.processes import folder_lock
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, output_problem
 from pretrain.training.metrics import Metrics
-from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
+from pretrain.training.watchdog import END_FILE, record_end, recorded_end
 from pretrain.units import leaves
 
 RESTARTS_WITHOUT_PROGRESS = 3
@@ -53,22 +53,24 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
 
     Raises InputError on all ranks if another process uses the folder or the ranks' settings differ.
     """
-    refuse_mixed_settings(config, strategy.ranks)
-    with sole_use(config.output, strategy.ranks), ExitStack() as held:
+    ranks = strategy.ranks
+    run = config.output
+    refuse_mixed_settings(config, ranks)
+    with sole_use(run, ranks), ExitStack() as held:
         # Read by the main rank only, because on a network file system other ranks may see an older file.
-        if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
+        if (code := ranks.gather(end_to_repeat(run))[0]) is not None:
             return code
         try:  # before opening the log, which may come from the mirror
             if config.checkpoint.mirror is not None:
                 from pretrain.checkpoint.mirror_fetch import on_mirror
 
-                held.enter_context(on_mirror(config.output, config.checkpoint, strategy.ranks))
+                held.enter_context(on_mirror(run, config.checkpoint, ranks))
         except RunStoppedError as stop:
-            Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
+            Metrics(run, is_main=ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code
-        if strategy.ranks.is_main:
-            (config.output / END_REASON_FILE).unlink(missing_ok=True)
-        metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
+        if ranks.is_main:
+            (run / END_FILE).unlink(missing_ok=True)
+        metrics = Metrics(run, is_main=ranks.is_main)
         try:
             with errors_in_own_code():
                 return train(metrics)
@@ -80,21 +82,21 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
                 raise
             # Only this rank read the damaged shard or lost its connection, so it must report the error.
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
-            print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"rank {ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
-            record_end_reason(config.output, str(error), code)
+            record_end(run, code, str(error))
             end_now(code)
         except KeyboardInterrupt:  # only before the first step; Watch handles a later Ctrl-C
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
-            if word := recorded_end_reason(config.output):  # recorded by another rank
-                metrics.end(word[1], word[0])
-                end_now(word[1])
+            if end := recorded_end(run):  # by another rank
+                metrics.end(*end)
+                end_now(end[0])
             traceback.print_exc()
             advice = f"\n{advice_on_memory(config, strategy)}" if is_out_of_memory(error) else ""
             metrics.end(CRASHED, f"{type(error).__name__}: {error}"[:2000] + advice)
-            if not strategy.ranks.is_main:
+            if not ranks.is_main:
                 print(advice, file=sys.stderr)
             end_now(CRASHED)
 

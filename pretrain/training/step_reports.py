@@ -30,24 +30,17 @@ class StepReport:
     request: Request
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    """This rank's metrics while they are being copied to the CPU."""
-
-    step: int
-    figures: torch.Tensor
-    """(4,) float32 on the CPU: loss, grad_norm, skipped, and 1 if this rank's loss counts."""
-    arrived: torch.cuda.Event | None
-    request: int
-
-
 class Consensus:
     """Exchanges each step's metrics. All methods are collective."""
 
     def __init__(self, strategy: Strategy):
         self.ranks = strategy.ranks
         self.reports_loss = torch.tensor(float(strategy.reports_loss), device=strategy.device)
-        self._arriving: deque[_Arriving] = deque()
+        self._arriving: deque[tuple[int, torch.Tensor, torch.cuda.Event | None, Request]] = deque()
+        """(step, figures, arrived, request) while this rank's metrics are being copied to the CPU.
+
+        The figures are (4,) in float32: loss, grad_norm, skipped, and 1 if this rank's loss counts.
+        """
         self._sent: deque[tuple[int, list[torch.Tensor], dist.Work | None]] = deque()
         """(step, answers, work) while metrics are being exchanged.
 
@@ -69,7 +62,7 @@ class Consensus:
             arrived = torch.cuda.Event()
             arrived.record()
             pending = 1  # in each queue
-        self._arriving.append(_Arriving(step, figures, arrived, request))
+        self._arriving.append((step, figures, arrived, request))
         while len(self._arriving) > pending:
             self._send()
         return [self._receive() for _ in range(len(self._sent) - pending)]
@@ -89,16 +82,16 @@ class Consensus:
         return [self._receive() for _ in range(len(self._sent))]
 
     def _send(self) -> None:
-        arriving = self._arriving.popleft()
-        if arriving.arrived is not None:
-            arriving.arrived.synchronize()
-        mine = torch.tensor([*arriving.figures.tolist(), float(arriving.request)], dtype=torch.float64)
+        step, figures, arrived, request = self._arriving.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        mine = torch.tensor([*figures.tolist(), float(request)], dtype=torch.float64)
         answers = [mine]
         work = None
         if self.ranks.count > 1:
             answers = [torch.empty_like(mine) for _ in range(self.ranks.count)]
             work = dist.all_gather(answers, mine, group=self.ranks.host_group, async_op=True)
-        self._sent.append((arriving.step, answers, work))
+        self._sent.append((step, answers, work))
 
     def _receive(self) -> StepReport:
         step, answers, work = self._sent.popleft()

@@ -114,7 +114,7 @@ def watch_over(run: Run, start_id: str) -> None:
         step_timeout_seconds=guard.step_timeout_seconds,
         first_step_timeout_seconds=guard.first_step_timeout_seconds,
         held=output / LOCK_FILE if ranks.is_main else None,
-        on_end=lambda reason, code: run.log.end(code, reason),
+        on_end=run.log.end,
     )
     run.checkpoints.beat = run.watch.beat
 
@@ -134,26 +134,27 @@ def pid_namespace() -> str | None:
 
 def begin_step(run: Run) -> int:
     """Starts a step and returns its number, from 0. Switches the model if a new stage begins."""
+    step = run.state.step
     if run.steps_begun == 1:
         # Excludes long-lived objects from later garbage collections.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
     if run.built.terms is not None:
-        run.built.terms.step = run.state.step
+        run.built.terms.step = step
     before = run.stage
-    run.stage = run.plan.stage(run.state.step)
+    run.stage = run.plan.stage(step)
     if run.stage.differs_from(before):
         _enter_stage(run)
     if run.diagnostics is not None:
-        run.diagnostics.is_due = due_after(run.state.step + 1, run.config, run.plan).diagnoses
-    return run.state.step
+        run.diagnostics.is_due = due_after(step + 1, run.config, run.plan).diagnoses
+    return step
 
 
 def _take_positions(run: Run) -> None:
     from pretrain.model.positions import use_positions
 
-    use_positions(run.built.model, run.stage.model_config, run.built.causal_lm)
+    use_positions(run.built.model, run.stage.model_config, run.strategy.causal_lm)
 
 
 def _enter_stage(run: Run) -> None:
@@ -185,8 +186,9 @@ def count_step(run: Run) -> None:
     After the first step, raises FirstStepError on all ranks if any parameter has no gradient, which the probe can
     miss, or if the optimizer's state doesn't match its `state_shapes`.
     """
+    strategy = run.strategy
     if run.steps_begun == 1:
-        of_ranks = run.strategy.ranks.gather((run.strategy.untrained, run.strategy.state_problem()))
+        of_ranks = strategy.ranks.gather((strategy.untrained, strategy.state_problem()))
         if untrained := list(dict.fromkeys(name for names, _ in of_ranks for name in names)):
             raise FirstStepError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
         for _, problem in of_ranks:
@@ -201,9 +203,9 @@ def count_step(run: Run) -> None:
         return
     state.average, share = average_after_step(settings, state.average, state.step, run.plan.total_steps)
     if state.average is None:
-        run.strategy.average = None
+        strategy.average = None
     else:
-        run.strategy.update_average(share)
+        strategy.update_average(share)
 
 
 def after_step(
@@ -290,14 +292,15 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
 
 def answer(run: Run) -> None:
     """Clears the request, and replies to it if it was carried out."""
-    if run.request == Request.ANNEAL and run.state.anneal_from is None:
+    request = run.request
+    if request == Request.ANNEAL and run.state.anneal_from is None:
         return  # arrived late; the next step handles it
-    done = run.request != Request.SAVE or run.is_saved
-    if done and run.request in ANSWERED:
+    done = request != Request.SAVE or run.is_saved
+    if done and request in ANSWERED:
         # A repeated request doesn't restart the decay.
-        step = run.state.anneal_from if run.request == Request.ANNEAL else run.state.step
+        step = run.state.anneal_from if request == Request.ANNEAL else run.state.step
         by = "runs.py" if run.control.asked else "budget.minutes"
-        command = run.request.name.lower()
+        command = request.name.lower()
         run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)
         run.control.acknowledge(step)
     run.request = Request.NONE

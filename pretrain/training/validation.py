@@ -152,12 +152,12 @@ def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]
     return torch.from_numpy(np.concatenate(sums).astype(np.float64))
 
 
-def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, float | None]]:
+def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, float]]:
     """Converts the sums from `sums_by_range` to mean losses and token counts. Omits ranges without tokens."""
     names = [f"{r.start}-{r.stop - 1}" for r in ranges]
     found = [(n, s, t) for n, s, t in zip(names, sums, sums[len(ranges) :], strict=False) if t]
     return {
-        "loss_by_position": {name: loss / tokens if math.isfinite(loss) else None for name, loss, tokens in found},
+        "loss_by_position": {name: loss / tokens for name, loss, tokens in found},
         "tokens_by_position": {name: int(tokens) for name, _, tokens in found},
     }
 

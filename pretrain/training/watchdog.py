@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from pretrain.checkpoint.run_state import Request
-from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.errors import CRASHED
 from pretrain.files import write_durably
-from pretrain.processes import is_alive, process_state
+from pretrain.processes import is_alive, process_state, status_after
 from pretrain.runs.run_folder import heartbeat_path
 from pretrain.terminal import CLEAR_LINE, is_terminal
 
@@ -30,7 +30,6 @@ SIGNALS = {
     signal.SIGHUP: Request.PREEMPT,  # the terminal or connection was closed
     signal.SIGINT: Request.INTERRUPT,
 }
-END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
 """Signals within this time count as one, because the launcher also forwards Ctrl-C."""
 HEARTBEAT_SECONDS = 2.0
@@ -43,8 +42,8 @@ REPORT_SECONDS = 3.0
 """Time limit for the final messages, which can block on a tracker or terminal."""
 OWN_PAUSE_SECONDS = 5.0
 """If the watch thread is delayed this long, or half the step timeout if shorter, the process was suspended."""
-END_REASON_FILE = "heartbeats/last-word.json"
-"""Contains the reason why a rank ended the run."""
+END_FILE = "heartbeats/last-word.json"
+"""Contains the exit code and the reason why a rank ended the run."""
 LAUNCHER = os.getppid()
 """Parent process at import time, because the launcher may die before training starts."""
 
@@ -59,7 +58,7 @@ class Watch:
         step_timeout_seconds: maximum time between two calls of `beat`.
         first_step_timeout_seconds: the same, until the first step is done.
         held: lock file to touch with each heartbeat.
-        on_end: called with the reason and exit code before this process is terminated, for up to REPORT_SECONDS.
+        on_end: called with the exit code and reason before this process is terminated, for up to REPORT_SECONDS.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class Watch:
         *,
         step_timeout_seconds: float,
         first_step_timeout_seconds: float,
-        held: Path | None = None,
-        on_end: Callable[[str, int], None] = lambda reason, code: None,
+        held: Path | None,
+        on_end: Callable[[int, str], None],
     ):
         self.run = run
         self.rank = rank
@@ -161,7 +160,7 @@ class Watch:
             self.request = max(self.request, SIGNALS[number])
             self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again to quit now")
         elif now - self._first_signal > SAME_SIGNAL_SECONDS:
-            self._end(f"second signal ({number.name}): quitting now, nothing saved", END_CODES[SIGNALS[number]])
+            self._end(status_after(number), f"second signal ({number.name}): quitting now, nothing saved")
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -194,7 +193,7 @@ class Watch:
             # After a death, the launcher sends SIGTERM. Don't save, because that would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 of_death = f"process {', '.join(map(str, dead))} of this run has died"
-                self._end(*(recorded_end_reason(self.run) or (of_death, CRASHED)))
+                self._end(*(recorded_end(self.run) or (CRASHED, of_death)))
             return
         # A stopped neighbor counts as a hang even if this rank still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
@@ -218,20 +217,20 @@ class Watch:
             if process_state(pid) == "T":  # a stopped process reacts only to SIGKILL
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        self._end(reason, CRASHED)
+        self._end(CRASHED, reason)
 
-    def _end(self, reason: str, code: int) -> None:
+    def _end(self, code: int, reason: str) -> None:
         """Reports the reason and exits, even if the report blocks."""
-        speaker = threading.Thread(target=self._report_end, args=(reason, code), name="report end", daemon=True)
+        speaker = threading.Thread(target=self._report_end, args=(code, reason), name="report end", daemon=True)
         speaker.start()
         speaker.join(timeout=REPORT_SECONDS)
         # Not sys.exit, because the main thread may never return from a collective.
         os._exit(code)
 
-    def _report_end(self, reason: str, code: int) -> None:
+    def _report_end(self, code: int, reason: str) -> None:
         self._say(reason)
         try:
-            self.on_end(reason, code)
+            self.on_end(code, reason)
         except (OSError, ValueError, RuntimeError) as error:
             self._say(f"could not record the end of the run: {error}")
         with suppress(OSError, ValueError):
@@ -244,15 +243,15 @@ class Watch:
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
-def record_end_reason(run: Path, reason: str, code: int) -> None:
+def record_end(run: Path, code: int, reason: str) -> None:
     """Records why this rank ends the run, for the main rank's log."""
     with suppress(OSError):
-        write_durably(run / END_REASON_FILE, json.dumps([reason, code]))
+        write_durably(run / END_FILE, json.dumps([code, reason]))
 
 
-def recorded_end_reason(run: Path) -> tuple[str, int] | None:
-    """Returns the reason and exit code recorded by a rank since the start, or None."""
+def recorded_end(run: Path) -> tuple[int, str] | None:
+    """Returns the exit code and reason recorded by a rank since the start, or None."""
     with suppress(OSError, ValueError):
-        reason, code = json.loads((run / END_REASON_FILE).read_bytes())
-        return reason, code
+        code, reason = json.loads((run / END_FILE).read_bytes())
+        return code, reason
     return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
-from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
+from pretrain.recipe import fields_of_config, parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
@@ -267,7 +267,7 @@ def check_point(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
     """Raises InputError if a run was started with other settings, another model or other shards."""
-    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
+    defaults = {name: field.default for name, field in fields_of_config()}
     for run in itertools.chain.from_iterable(point.runs for point in points):
         before = read_json(run.record)
         # Settings added in a newer version are ignored if they have their default value.

@@ -7,7 +7,6 @@ step it went back to.
 
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
-from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
+from pretrain.runs.event_log import CURVES, Event, is_cut, last_events, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import energy_text
 
@@ -32,8 +31,6 @@ NO_MEASURES = {
 """Keys of an `evaluation` event that aren't scores."""
 CONTAMINATION_KEYS = {"benchmark", "items", "sought", "found", "documents", "remove"}
 """Keys of a row in data.json's contamination (see data/data_record.py)."""
-END_BYTES = 1 << 19
-"""Size of the part of a log that `read_end` reads, about 2,500 lines."""
 
 MEASURES = {
     "activation_rms": "RMS of activations",
@@ -234,9 +231,8 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
     """Appends events to metrics.jsonl, even while the run is writing to it. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
     with open(run / METRICS_FILE, "a+b", buffering=0) as file:
-        size = file.tell()
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            text = "\n" + text  # the last line was truncated by a crash
+        if is_cut(file):
+            text = "\n" + text
         # A single unbuffered write in append mode can't interleave with other processes' lines.
         file.write(text.encode())
 
@@ -310,9 +306,7 @@ def _subject(event: Event) -> tuple:
 
 def read_end(run: Path) -> list[Event]:
     """Reads a run's last events, without superseded ones, in constant time."""
-    with open(run / METRICS_FILE, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-        return current_events(parse_lines(file))
+    return current_events(last_events(run))
 
 
 def end_of(events: Sequence[Event]) -> Event:

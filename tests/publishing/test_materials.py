@@ -7,7 +7,6 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from pretrain.runs.hub import LICENSES
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.materials import SPDX, write_materials
 from pretrain_tools.publishing.staging import find_publishable, stage
@@ -118,8 +117,8 @@ def test_the_same_run_gives_the_same_bytes_and_a_different_run_a_new_serial_numb
     assert other["serialNumber"] != contents["serialNumber"]
 
 
-@pytest.mark.parametrize("license", LICENSES)
-def test_every_licence_that_is_suggested_is_valid(run, tmp_path, license):
+@pytest.mark.parametrize("license", ["apache-2.0", "cc-by-nc-sa-4.0", "agpl-3.0", "openrail", "unlicense", "other"])
+def test_common_licenses_are_valid(run, tmp_path, license):
     write_materials(read_facts(run, 8, run / "final", Publication("me/x", license=license)), tmp_path)
     (entry,) = valid(tmp_path)["metadata"]["component"]["licenses"]
     assert entry["license"] == ({"id": SPDX[license]} if license in SPDX else {"name": license})

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import InputError
+from pretrain.runs import event_log
 from pretrain.runs.event_log import parse_lines
 from pretrain.runs.run_folder import METRICS_FILE
-from pretrain_tools.runs import history
 from pretrain_tools.runs.history import (
     append_events,
     count_hours,
@@ -133,7 +133,7 @@ def test_the_end_of_a_long_file_holds_the_last_step_and_the_last_validation(tmp_
     events = read_end(run)
     assert steps_of(events)[-1] == 2999
     assert [e["source"] for e in events if e["event"] == "validation"] == ["web", "code"]
-    monkeypatch.setattr(history, "END_BYTES", 1 << 16)
+    monkeypatch.setattr(event_log, "END_BYTES", 1 << 16)
     assert steps_of(read_end(run), "validation") == []
 
 

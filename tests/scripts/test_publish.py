@@ -287,7 +287,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
         (["--run", "no/such/run"], "--run no/such/run: not a run folder"),
         (["--repo", "tiny"], "--repo tiny: must be OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing; set it to OWNER/NAME"),
-        (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID; did you mean apache-2.0?"),
+        (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID, such as apache-2.0"),
         (["--dry_run"], "--dry_run and --output DIR: only valid together"),
     ],
 )

@@ -292,7 +292,7 @@ def train_a_step(
             grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
-        assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
+        assert {parameter.device.type for parameter in strategy.causal_lm.parameters()} == {"cuda"}
 
 
 def train_four_steps() -> None:

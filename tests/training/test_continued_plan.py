@@ -227,8 +227,7 @@ class History:
         self.read_plan()
 
     def read_plan(self) -> None:
-        run = self.plan.leaving_out(self.state.left_out)
-        self.run = run.annealing(self.state.anneal_from, self.state.anneal_steps)
+        self.run = self.plan.in_effect(self.state)
 
     def sequences(self, step: int) -> int:
         """Returns the batch size of a step: one to four quarters of the full batch."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretrain.runs.event_log import read_metrics
-from pretrain.training.between_steps import show_progress
+from pretrain.training.between_steps import seconds_left, show_progress
 from pretrain.training.metrics import Metrics, Throughput, finite
 from pretrain.units import count_text, duration_text, parse_count
 from support.terminals import watched
@@ -94,7 +94,7 @@ FULL = (
 def metrics(tmp_path):
     metrics = Metrics(tmp_path, is_main=True)
     metrics.total_steps = 586
-    metrics.pace = TRAIN["step_seconds"]
+    metrics.seconds_left = 21.5
     return metrics
 
 
@@ -215,12 +215,15 @@ def test_the_remaining_time_excludes_the_compiling_step(metrics, capsys, monkeyp
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
+    run = SimpleNamespace(throughput=throughput, state=SimpleNamespace(), clock=SimpleNamespace(left=math.inf))
+    run.plan = SimpleNamespace(total_steps=586)
     said = []
     for step, seconds in enumerate((60.0, 2.0, 2.0), start=1):
         now[0] += seconds
         throughput.step_done()
         figures = throughput.read(100, 1.0, None, 1)
-        metrics.pace = throughput.pace
+        run.state.step = step
+        metrics.seconds_left = seconds_left(run)
         metrics.write("train", **TRAIN | figures | {"step": step})
         said.append(capsys.readouterr().out.strip().rpartition(" · ")[2])
         if pauses:

@@ -65,7 +65,7 @@ def test_every_causal_model_works_or_is_rejected_as_documented(model_type):
 def test_any_size_is_probed(changes):
     config = AutoConfig.for_model("llama", **{**LLAMA, **changes})
     found = probe(config, attention="auto", window=MASKED)
-    assert found == probe_module.Probe("groundwork_sdpa", from_hidden_states=True)
+    assert found == probe_module.Probe("groundwork_sdpa", from_hidden_states=True, passed_over=())
 
 
 def test_the_copy_has_every_kind_of_layer():

@@ -18,7 +18,6 @@ from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
 from pretrain.training.run import Run
 from pretrain.training.step_reports import StepReport
-from pretrain.training.step_reports import _Arriving as Arriving
 from pretrain.training.steps import (
     WorkInterruptedError,
     after_step,
@@ -91,7 +90,7 @@ def test_a_command_in_a_pending_report_survives_a_rollback(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    run.consensus._arriving.append(Arriving(1, figures, None, rank_request(run)))  # still being copied from the GPU
+    run.consensus._arriving.append((1, figures, None, rank_request(run)))  # still being copied from the GPU
     assert run.request == Request.NONE
     roll_back(run, None)
     assert run.request == Request.STOP
@@ -103,7 +102,7 @@ def reports_of_a_gpu(run, *steps, request=Request.NONE, settle=False):
     run.consensus.exchange = lambda *_: reports[:1]
     for report in reports[1:]:
         figures = torch.tensor([report.loss, 1.0, float(report.skipped), 1.0])
-        run.consensus._arriving.append(Arriving(report.step, figures, None, Request.NONE))
+        run.consensus._arriving.append((report.step, figures, None, Request.NONE))
     run.state.step = len(steps)
     return after_step(run, *(torch.zeros(()) for _ in range(3)), settle=settle)
 
@@ -227,7 +226,10 @@ def test_the_first_process_on_each_machine_judges_it(tmp_path, monkeypatch):
 
     in_processes(3, start)
     warnings = [(event["event"], event["message"]) for event in read_metrics(tmp_path / "run")]
-    assert warnings == [("warning", "all 2 machines: cores: too few"), ("warning", "node1: network: TCP")]
+    assert warnings == [
+        ("warning", "2 of 2 machines (node0, node1): cores: too few"),
+        ("warning", "1 of 2 machines (node1): network: TCP"),
+    ]
 
 
 def test_warnings_of_a_single_process_name_no_machine(tmp_path, monkeypatch):

@@ -214,5 +214,5 @@ def test_group_is_still_read_at_the_top_level():
     assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
     assert read_run_config(recipe, [("group", "null")]).tracking.group is None
     assert read_run_config(recipe, [("group", "g"), ("tracking.tags", "a")]).tracking.tags == ["a"]
-    with pytest.raises(InputError, match=r"group is now tracking\.group, but both are set"):
+    with pytest.raises(InputError, match=r"group: is now tracking\.group, but both are set"):
         read_run_config(recipe, [("group", "g"), ("tracking.group", "h")])

@@ -19,11 +19,11 @@ from pathlib import Path
 from pretrain.training.watchdog import Watch
 
 run, step_timeout, neighbour = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-def on_end(reason, code):
+def on_end(code, reason):
     (run / "end").write_text(f"{code} {reason}")
     {last_words}
 watch = Watch(run, 0, [neighbour] if neighbour else [], step_timeout_seconds=step_timeout,
-              first_step_timeout_seconds=60, on_end=on_end)
+              first_step_timeout_seconds=60, held=None, on_end=on_end)
 {prepare}
 watch.start()
 begun = time.monotonic()
