@@ -22,6 +22,8 @@ FAST = 1 / 16
 """Weight of a new loss in the fast moving average, which covers about 16 steps."""
 SLOW = 1 / 256
 """Weight of a new loss in the slow moving average, which covers about 256 steps."""
+MOST_HALVINGS = 32
+"""How many more steps in a row may be skipped in fp16. They divide a loss scale of 2^16 down to 2^-16."""
 SIGMA_FLOOR = 1.1
 """Minimum threshold for spikes detected by standard deviation, as a multiple of the mean."""
 
@@ -78,7 +80,7 @@ class StepGuard:
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
-        if hard or not (finite or self.scales_loss):
+        if hard or not finite:
             self._bad_steps.append(report.step)
         else:
             self._bad_steps.clear()
@@ -88,7 +90,9 @@ class StepGuard:
             self._losses.append(report.loss)
         if finite:
             findings += self._judge_trend(report)
-        if len(self._bad_steps) >= self.settings.patience:
+        # In fp16, every skipped step halves the loss scale until the gradients are finite.
+        more = MOST_HALVINGS if self.scales_loss and not hard else 0
+        if len(self._bad_steps) >= self.settings.patience + more:
             findings.append(self._rollback_finding(report))
         return findings
 

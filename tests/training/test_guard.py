@@ -40,11 +40,21 @@ def test_three_bad_steps_roll_back_before_the_first(loss):
     assert not any(finding.roll_back for finding in interrupted)
 
 
-def test_a_skipped_step_counts_as_bad_unless_fp16_adjusts_its_scale():
-    for scales_loss, expected in ((False, [(1, 3)]), (True, [])):
-        guard = StepGuard(config.Guard(), scales_loss=scales_loss)
-        found = [f for step in (1, 2, 3) for f in guard.judge(report(step, grad_norm=math.inf, skipped=True))]
-        assert [finding.roll_back for finding in found] == expected
+@pytest.mark.parametrize(
+    ("scales_loss", "losses", "rollback"),
+    [
+        (False, [2.0] * 3, (1, 3)),
+        (True, [2.0] * 34, None),  # fp16 adjusts its scale
+        (True, [2.0] * 35, (1, 35)),
+        (True, [math.nan] * 3, (1, 3)),
+    ],
+)
+def test_skipped_steps_roll_back_after_more_steps_in_fp16(scales_loss, losses, rollback):
+    guard = StepGuard(config.Guard(), scales_loss=scales_loss)
+    for step, loss in enumerate(losses, 1):
+        found = guard.judge(report(step, loss, grad_norm=math.inf, skipped=True))
+        is_last = step == len(losses)
+        assert [finding.roll_back for finding in found] == ([rollback] if rollback and is_last else [])
 
 
 def test_deviations_need_enough_losses_and_a_minimum_increase():
