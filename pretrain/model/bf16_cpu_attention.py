@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.errors import one_line
 from pretrain.hardware import ONEDNN_VARIABLES, missing_bf16
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -70,14 +71,11 @@ def why_not() -> str | None:
         with ThreadPoolExecutor(1) as thread:
             difference = thread.submit(_difference_from_torch).result()
     except subprocess.CalledProcessError as error:
-        return f"{error.cmd[0]} fails: {_first_line(error.stderr) or f'exit code {error.returncode}'}"
+        said = error.stderr.strip().split("\n")[0] or f"exit code {error.returncode}"
+        return f"{error.cmd[0]} fails: {said}"
     except (OSError, RuntimeError, ValueError) as error:  # for example no home folder, or an unreadable CXX
-        return _first_line(str(error))
+        return one_line(error)
     return None if difference <= TOLERANCE else f"its results differ from torch's attention by {difference:.2g}"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0]
 
 
 def why_unsupported() -> str | None:

@@ -28,10 +28,10 @@ from transformers import (
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
-from pretrain.errors import InputError
-from pretrain.model.attention import classes_in_rows, implementation_of
+from pretrain.errors import InputError, one_line
+from pretrain.model.attention import autocast_dtype, classes_in_rows, head_widths, implementation_of
 from pretrain.model.compile import layers_of
-from pretrain.model.model_config import described, first_line, padded_vocabulary
+from pretrain.model.model_config import described, padded_vocabulary
 from pretrain.model.routers import as_buffers, inactive_parameters
 
 _Value = TypeVar("_Value")
@@ -480,7 +480,7 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
     if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     if isinstance(error, ImportError | ValueError):
-        return f"attention {attention} cannot be used with this model here: {first_line(error)}"
+        return f"attention {attention} cannot be used with this model here: {one_line(error)}"
     return (
         f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with "
         "a working model of the same type"

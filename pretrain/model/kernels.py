@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from pretrain.config import WindowSpec
+from pretrain.errors import one_line
 from pretrain.model.attention import (
     ATTENTION_NAMES,
     FLASH_PACKAGES,
@@ -14,7 +15,6 @@ from pretrain.model.attention import (
     why_not,
     why_not_flash,
 )
-from pretrain.model.model_config import first_line
 
 HOPPER = (9, 0)
 """Compute capability that FlashAttention 3 requires."""
@@ -60,7 +60,7 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
             return None
         problem = f"its results differ from torch's kernel by {max(differences):.2g}"
     except Exception as error:  # a package built for a different torch version may raise any error
-        problem = f"fails here ({first_line(error)})"
+        problem = f"fails here ({one_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
     return problem
 

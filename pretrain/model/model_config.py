@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
-from pretrain.errors import InputError, did_you_mean, place_of, read_small_file, shortened
+from pretrain.errors import InputError, did_you_mean, one_line, place_of, read_small_file, shortened
 from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES
@@ -227,10 +227,10 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
             "--trust_remote_code (in a recipe: trust_remote_code: true) if you trust its author"
         )
     if is_folder:
-        return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
+        return f"{name_or_path}/config.json cannot be used: {one_line(error)}"
     return (
         f"{name_or_path}: no such file or folder, and it cannot be loaded from the Hugging Face Hub "
-        f"({first_line(error)}); use a .json file, a model folder or a Hub ID"
+        f"({one_line(error)}); use a .json file, a model folder or a Hub ID"
     )
 
 
@@ -356,10 +356,6 @@ def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
     """Returns True if the model reads the key without replacing null with a default."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def described(error: BaseException) -> str:

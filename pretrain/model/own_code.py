@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 from transformers.utils import cached_file
 
-from pretrain.errors import InputError, Problems, error_in_file
+from pretrain.errors import InputError, Problems, error_in_file, one_line
 from pretrain.model import architectures
 from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, import_file
 
@@ -182,7 +182,7 @@ def fetched(name_or_path: str, file: str) -> Path:
     try:
         path = Path(cached_file(name_or_path, file)).absolute()
     except OSError as error:
-        raise InputError(f"{name_or_path}: {file}: {str(error).strip().splitlines()[0]}") from error
+        raise InputError(f"{name_or_path}: {file}: {one_line(error)}") from error
     try:
         imported = get_relative_imports(path)
     except (OSError, UnicodeDecodeError) as error:

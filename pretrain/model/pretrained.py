@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.model.build import clear_padding, initialize_module
 from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
@@ -168,7 +168,7 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         )
     except (ImportError, ValueError, SafetensorError, OSError) as error:
         raise InputError(
-            f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or Hub ID with an "
+            f"{name_or_path}: cannot load safetensors weights ({one_line(error)}); use a folder or Hub ID with an "
             "undamaged model.safetensors, of a model that transformers can build here"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
@@ -276,7 +276,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             paths = [Path(single)] if single else []
     except OSError as error:
         if index:
-            raise InputError(f"{index}: lists a file that is missing ({first_line(error)}); restore it") from None
+            raise InputError(f"{index}: lists a file that is missing ({one_line(error)}); restore it") from None
         return {}  # load_pretrained reports this problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
