@@ -166,7 +166,7 @@ def _arguments(tensors: list[Tensor], query: int, cu_seq_lens: Tensor, scale: fl
     return ctypes.byref(sizes), views, *addresses, *counts, ctypes.c_float(scale)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     """Copies the tensor if its last dimension isn't contiguous, like the gradient of a sum."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -184,7 +184,7 @@ def _attention(
         shapes = ", ".join(f"{x.dtype} {[*x.shape]}" for x in (query_BHTE, key_BGTE, value_BGTE))
         raise ValueError(f"the kernel needs bf16 keys and values with the same shape as the queries, not {shapes}")
     out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
-    tensors = [*map(_rows_contiguous, (query_BHTE, key_BGTE, value_BGTE)), out_BHTE]
+    tensors = [*map(rows_contiguous, (query_BHTE, key_BGTE, value_BGTE)), out_BHTE]
     cu_seq_lens = cu_seq_lens.int().contiguous()
     _library().forward(*_arguments(tensors, 0, cu_seq_lens, scale, lse_BHT))
     return out_BHTE, lse_BHT
@@ -203,7 +203,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
     heads, groups = query_BHTE.shape[1], key_BGTE.shape[1]
-    tensors = [*map(_rows_contiguous, (grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE))]
+    tensors = [*map(rows_contiguous, (grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE))]
     grad_query_BHTE = empty_heads_last(query_BHTE)
     # With grouped heads, the kernel returns a gradient per query head in fp32.
     dtype = query_BHTE.dtype if heads == groups else torch.float32
