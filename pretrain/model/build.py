@@ -217,10 +217,8 @@ def attention_width(config: PreTrainedConfig) -> float:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0.0 if heads is None else config.hidden_size
-    if getattr(config, "v_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
-        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    head_width = getattr(config, "head_dim", None)
-    return heads * head_width if isinstance(head_width, int) else config.hidden_size
+    widths = head_widths(config)
+    return config.hidden_size if widths is None else heads * sum(widths) / 2
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
@@ -453,9 +451,7 @@ def _embed_in_bf16(model: PreTrainedModel) -> None:
 
 
 def _in_bf16_of_autocast(module: nn.Module, args: tuple, looked_up: Tensor) -> Tensor:
-    kind = looked_up.device.type
-    is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return looked_up.to(torch.bfloat16) if is_bf16 else looked_up
+    return looked_up.to(torch.bfloat16) if autocast_dtype(looked_up) == torch.bfloat16 else looked_up
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
