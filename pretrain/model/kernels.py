@@ -29,10 +29,12 @@ def prefer_flash_3(
 
     Returns None on success, or the reason why not. For the arguments, see `kernels_used`.
     """
-    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
-    if requested != "auto" or attention != "groundwork_sdpa" or varlen:
-        return f"attention is {requested}" if requested != "auto" else varlen or f"the model needs {attention}"
-    if problem := why_not("flash_attention_3", device_type="cuda", dtype=dtype, window=window):
+    if requested != "auto":
+        return f"attention is {requested}"
+    if attention != "groundwork_sdpa":
+        return f"the model needs {attention}"
+    here = {"device_type": "cuda", "dtype": dtype, "window": window}
+    if problem := why_not("varlen", **here) or why_not_flash(model_config) or why_not("flash_attention_3", **here):
         return problem
     if torch.cuda.get_device_capability() != HOPPER:
         return "torch only supports it on Hopper"
