@@ -401,16 +401,15 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the L2 norm of all gradients as an fp32 scalar (a DTensor if the gradients are DTensors)."""
     # On a CPU, the squares of a large tensor are summed sequentially, with an error of 1e-3 for 25 million elements.
     # Reducing rows first avoids this. For bf16 gradients, a norm computed in bf16 would have an error of 1%.
-    gradients = list(gradients)
-    if gradients and gradients[0].device.type != "cpu":
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-    rows = [
+    parts = [
         torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-        if gradient.dim() > 1 and gradient.numel() > MAX_SERIAL_SUM
-        else gradient.float()
+        if gradient.device.type == "cpu" and gradient.dim() > 1 and gradient.numel() > MAX_SERIAL_SUM
+        else gradient
         for gradient in gradients
     ]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows, 2))) if rows else torch.tensor(0.0)
+    if not parts:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
