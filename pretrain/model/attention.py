@@ -158,16 +158,16 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
     position_ids, `+mask` passes this mask to the model, and `+masks(...)` passes one mask per layer type, with its
     sliding window.
     """
-    own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
+    own = ATTENTION_NAMES[requested]
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
-    if requested not in own:
-        return [ATTENTION_NAMES[requested]]
+    if requested not in library:
+        return [own]
     forms = ["", "+mask"]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
         windows = [f"sliding_attention={config.sliding_window}" if "sliding" in kind else kind for kind in kinds]
         forms.append(f"+masks({','.join(windows)})")
-    return own[requested] + [name + form for name in library[requested] for form in forms]
+    return [own, *(name + form for name in library[requested] for form in forms)]
 
 
 def implementation_of(attention: str) -> str:
