@@ -104,8 +104,8 @@ class HostBatch:
 
     ids: Tensor
     """Token IDs (B, T + 1) in the shards' dtype (2 or 4 bytes per ID)."""
-    layout: Mapping[str, Tensor] | None
-    """Segments from `document_layout`, or None for attention over the whole window."""
+    layout: Mapping[str, Tensor]
+    """Segments from `document_layout`. Empty for attention over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """Returns the model's arguments; see `model_inputs`."""
@@ -114,19 +114,18 @@ class HostBatch:
         targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() wouldn't copy a single row
         if rows is not None:
             targets[rows:] = IGNORED
-        arguments = attention_arguments(self.layout, attention, device) if self.layout is not None else {}
+        arguments = attention_arguments(self.layout, attention, device) if self.layout else {}
         return {"input_ids_BT": ids[:, :-1].contiguous(), "targets_BT": targets, **arguments}
 
 
 def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
     """Builds a micro-batch from token IDs (B, T + 1), with one `window` per row, for a model on `device`."""
-    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
+    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else {}
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
     # Copies from pageable memory would be synchronous.
-    pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
-    return HostBatch(batch.ids.pin_memory(), pinned)
+    return HostBatch(batch.ids.pin_memory(), {name: tensor.pin_memory() for name, tensor in layout.items()})
 
 
 def model_inputs(
