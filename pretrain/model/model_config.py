@@ -106,8 +106,8 @@ def load_model_config(
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
-        stated = {key: value for key, value in stated.items() if key != VOCABULARY_KEY}
-        keys = {key: value for key, value in keys.items() if key != VOCABULARY_KEY}
+        for given in (keys, stated):
+            given.pop(VOCABULARY_KEY, None)
         if vocabulary_size is not None:
             keys[VOCABULARY_KEY] = padded_vocabulary(vocabulary_size)
         elif isinstance(in_file.get(VOCABULARY_KEY), int):
@@ -352,8 +352,7 @@ def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
 
 def described(error: BaseException) -> str:
     """Formats an error on one line, with the file and line number if it was raised in custom code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+    said = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
 
 
