@@ -276,13 +276,9 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
             failures.append(described(error))
             continue
         return model
-    raise InputError(_unbuildable(keyed.config, failures))
-
-
-def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
-    return (
-        f"model: {config.model_type} does not run with only token IDs as input ({reason}); complete its "
+    raise InputError(
+        f"model: {keyed.config.model_type} does not run with only token IDs as input ({reason}); complete its "
         "configuration, or use a different architecture (see docs/architectures.md)"
     )
 
