@@ -47,8 +47,8 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     """Computes position IDs and segment boundaries for a batch of windows, as CPU tensors.
 
     Returns position_ids (B, T), int64, which restart at each segment, and the cumulative segment lengths over the
-    flattened batch as cu_seq_lens_q and cu_seq_lens_k, the same int32 tensor (S + 1,). They aren't padded, because GPU
-    kernels would launch as many blocks for an empty segment as for a full window.
+    flattened batch as cu_seq_lens_q, int32 (S + 1,). They aren't padded, because GPU kernels would launch as many
+    blocks for an empty segment as for a full window.
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
@@ -59,8 +59,7 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     bounds = np.append(starts_S, tokens)
     position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, np.diff(bounds))
     position_ids = torch.from_numpy(position_ids).view(batch, length)
-    cu_seq_lens = torch.from_numpy(bounds.astype(np.int32))
-    return {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+    return {"position_ids": position_ids, "cu_seq_lens_q": torch.from_numpy(bounds.astype(np.int32))}
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
