@@ -10,14 +10,12 @@ calls).
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map  # torch has no public function for this
 from transformers import PreTrainedModel
 
 from pretrain.model.compile import layers_of
@@ -86,10 +84,14 @@ class DocumentRows:
         first = 0
         for rows, length in self.shapes:
             index = self.tokens[first : first + rows * length]
-            yield tree_map(partial(self._gathered, index=index, shape=(rows, length)), arguments)
+            yield self._gathered(arguments, index, (rows, length))
             first += rows * length
 
     def _gathered(self, value: Any, index: Tensor, shape: tuple[int, int]) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._gathered(one, index, shape) for one in value)
+        if isinstance(value, dict):
+            return {name: self._gathered(one, index, shape) for name, one in value.items()}
         with_tokens = (self.shape, (1, self.shape[1]))
         if not isinstance(value, Tensor) or tuple(value.shape[:2]) not in with_tokens:
             return value
