@@ -57,7 +57,7 @@ def export_final(
         buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
         # Buffers aren't converted, because a rounded router bias would select different experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
-        published = PublishedNames.of(strategy.causal_lm.config)
+        published = PublishedNames(strategy.causal_lm.config)
         written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
     files = {name: entry for share in ranks.gather(written) for name, entry in share.items()}
     with ranks.together(SaveError):

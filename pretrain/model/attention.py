@@ -14,8 +14,9 @@ Shapes: B windows, T positions, H query heads, G key heads, E head dimension, S 
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     """Computes position IDs and segment boundaries for a batch of windows, as CPU tensors.
 
     Returns position_ids (B, T), int64, which restart at each segment, and the cumulative segment lengths over the
-    flattened batch as cu_seq_lens_q and cu_seq_lens_k, the same int32 tensor (S + 1,). They aren't padded, because GPU
-    kernels would launch as many blocks for an empty segment as for a full window.
+    flattened batch as cu_seq_lens_q, int32 (S + 1,). They aren't padded, because GPU kernels would launch as many
+    blocks for an empty segment as for a full window.
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
@@ -58,8 +59,7 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     bounds = np.append(starts_S, tokens)
     position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, np.diff(bounds))
     position_ids = torch.from_numpy(position_ids).view(batch, length)
-    cu_seq_lens = torch.from_numpy(bounds.astype(np.int32))
-    return {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+    return {"position_ids": position_ids, "cu_seq_lens_q": torch.from_numpy(bounds.astype(np.int32))}
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class HostBatch:
 
     ids: Tensor
     """Token IDs (B, T + 1) in the shards' dtype (2 or 4 bytes per ID)."""
-    layout: Mapping[str, Tensor] | None
-    """Segments from `document_layout`, or None for attention over the whole window."""
+    layout: Mapping[str, Tensor]
+    """Segments from `document_layout`. Empty for attention over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """Returns the model's arguments; see `model_inputs`."""
@@ -113,19 +113,18 @@ class HostBatch:
         targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() wouldn't copy a single row
         if rows is not None:
             targets[rows:] = IGNORED
-        arguments = attention_arguments(self.layout, attention, device) if self.layout is not None else {}
+        arguments = attention_arguments(self.layout, attention, device) if self.layout else {}
         return {"input_ids_BT": ids[:, :-1].contiguous(), "targets_BT": targets, **arguments}
 
 
 def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
     """Builds a micro-batch from token IDs (B, T + 1), with one `window` per row, for a model on `device`."""
-    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
+    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else {}
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
     # Copies from pageable memory would be synchronous.
-    pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
-    return HostBatch(batch.ids.pin_memory(), pinned)
+    return HostBatch(batch.ids.pin_memory(), {name: tensor.pin_memory() for name, tensor in layout.items()})
 
 
 def model_inputs(
@@ -157,16 +156,16 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
     position_ids, `+mask` passes this mask to the model, and `+masks(...)` passes one mask per layer type, with its
     sliding window.
     """
-    own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
+    own = ATTENTION_NAMES[requested]
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
-    if requested not in own:
-        return [ATTENTION_NAMES[requested]]
+    if requested not in library:
+        return [own]
     forms = ["", "+mask"]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
         windows = [f"sliding_attention={config.sliding_window}" if "sliding" in kind else kind for kind in kinds]
         forms.append(f"+masks({','.join(windows)})")
-    return own[requested] + [name + form for name in library[requested] for form in forms]
+    return [own, *(name + form for name in library[requested] for form in forms)]
 
 
 def implementation_of(attention: str) -> str:
@@ -314,17 +313,17 @@ def sdpa(
     # Ignoring one of these arguments would silently train a different model.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
-    length = query_BHTE.shape[2]
+    batch, _, length, width = query_BHTE.shape
     keys = key_BGTE.shape[2]
+    value_width = value_BGTE.shape[-1]
     # A window as long as the sequence masks nothing, but would exclude kernels without window support.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
-    device_type = query_BHTE.device.type
-    in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
-    has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index, query_BHTE.shape[-1])
-    width, value_width = query_BHTE.shape[-1], value_BGTE.shape[-1]
+    device = query_BHTE.device
+    in_half_on_gpu = device.type == "cuda" and query_BHTE.dtype in HALF_DTYPES
+    has_flash = in_half_on_gpu and has_flash_kernels(device.index, width)
     if attention_mask is None and not dropout and value_width <= width:
         own = length == keys and value_width == width and cpu_attention.serves_windows(query_BHTE.dtype, length)
-        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
+        if device.type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
             out_BHTE = cpu_attention.attend(
                 query_BHTE, key_BGTE, _as_wide_as(width, value_BGTE), cu_seq_lens_q, scaling
             )
@@ -334,11 +333,11 @@ def sdpa(
     mask = attention_mask
     # During generation, a single query attends to every key. is_causal requires as many queries as keys.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
-        mask = _dense_mask((query_BHTE.shape[0], length, keys), query_BHTE.device, cu_seq_lens_q, window)
+        mask = _dense_mask((batch, length, keys), device, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     serves_groups = has_flash and mask is None and value_width == width
-    if is_grouped and device_type == "cuda" and not serves_groups:
+    if is_grouped and device.type == "cuda" and not serves_groups:
         # Only torch's flash kernel supports grouped heads on every GPU. It needs values as wide as the queries. Other
         # kernels would materialize the (T, T) weights.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
@@ -383,19 +382,19 @@ def flash_attention_2(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
     """Computes `sdpa` with the flash_attn package, which also supports soft caps."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    import flash_attn
 
-    return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, dropout_p=dropout, **kwargs), None
+    return _flash(flash_attn, *tensors, dropout_p=dropout, **kwargs), None
 
 
 def flash_attention_3(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
     """Computes `sdpa` with the flash_attn_interface package, which supports soft caps, but not dropout."""
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+    import flash_attn_interface
 
     _refuse("flash_attention_3", ("dropout",), {"dropout": dropout or None})
-    return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, **kwargs), None
+    return _flash(flash_attn_interface, *tensors, **kwargs), None
 
 
 AttentionInterface.register("groundwork_sdpa", sdpa)
@@ -519,8 +518,7 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
 
 
 def _flash(
-    dense: Callable,
-    packed: Callable,
+    package: ModuleType,
     query_BHTE: Tensor,
     key_BGTE: Tensor,
     value_BGTF: Tensor,
@@ -532,12 +530,7 @@ def _flash(
     dropout_p: float | None = None,
     **kwargs,
 ) -> Tensor:
-    """Calls a flash attention package and returns (B, T, H, F). The value width F may be less than E.
-
-    Args:
-        dense: the package's function for whole windows.
-        packed: the package's function for segments.
-    """
+    """Calls a flash attention package and returns (B, T, H, F). The value width F may be less than E."""
     _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
     tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
     batch, _, length, width = query_BHTE.shape
@@ -553,10 +546,10 @@ def _flash(
     if dropout_p is not None:
         settings["dropout_p"] = dropout_p
     if cu_seq_lens_q is None:
-        out = dense(*(x.transpose(1, 2) for x in tensors), **settings)
+        out = package.flash_attn_func(*(x.transpose(1, 2) for x in tensors), **settings)
     else:
         tensors = [_tokens_first(x) for x in tensors]
-        out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
+        out = package.flash_attn_varlen_func(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
     out = out[0] if isinstance(out, tuple) else out  # early FlashAttention 3 releases also return the logsumexp
     return out.view(batch, length, -1, padded)[..., :value_width]
 
@@ -586,10 +579,9 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
     if is_cut:
         is_full_BNN = is_full_BNN & (position < blocks - 1)[:, None]
     is_partial_BNN = (shares_BNN & ~is_full_BNN) | (position[:, None] == position[None, :])
-    listed = [_listed(is_in_BNN[:, None]) for is_in_BNN in (is_partial_BNN, is_full_BNN)]
-    (partial, partial_at), (full, full_at) = listed
+    blocks_to_visit = (*_listed(is_partial_BNN[:, None]), *_listed(is_full_BNN[:, None]))
     return BlockMask.from_kv_blocks(
-        partial, partial_at, full, full_at, FLEX_BLOCK, same_segment_and_causal, seq_lengths=(length, length)
+        *blocks_to_visit, FLEX_BLOCK, same_segment_and_causal, seq_lengths=(length, length)
     )
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.errors import one_line
 from pretrain.hardware import ONEDNN_VARIABLES, missing_bf16
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -70,14 +71,11 @@ def why_not() -> str | None:
         with ThreadPoolExecutor(1) as thread:
             difference = thread.submit(_difference_from_torch).result()
     except subprocess.CalledProcessError as error:
-        return f"{error.cmd[0]} fails: {_first_line(error.stderr) or f'exit code {error.returncode}'}"
+        said = error.stderr.strip().split("\n")[0] or f"exit code {error.returncode}"
+        return f"{error.cmd[0]} fails: {said}"
     except (OSError, RuntimeError, ValueError) as error:  # for example no home folder, or an unreadable CXX
-        return _first_line(str(error))
+        return one_line(error)
     return None if difference <= TOLERANCE else f"its results differ from torch's attention by {difference:.2g}"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0]
 
 
 def why_unsupported() -> str | None:
@@ -141,12 +139,12 @@ def _difference_from_torch() -> float:
     inputs = [torch.randn(shape, generator=generator).bfloat16().float().requires_grad_() for shape in shapes]
     out_gradient = torch.randn(shapes[0], generator=generator).bfloat16().float()
     cu_seq_lens = torch.tensor([0, 48, 80, 160], dtype=torch.int32)
-    parts = [slice(0, 48), slice(48, 80)]
+    causal_TT = torch.ones(80, 80).tril()
+    apart_TT = causal_TT * torch.block_diag(torch.ones(48, 48), torch.ones(32, 32))
+    mask = torch.stack([apart_TT, causal_TT])[:, None].bool()
     with torch.enable_grad():
         own = attend(*(x.bfloat16() for x in inputs), cu_seq_lens, 0.2)
-        torch_attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=0.2, enable_gqa=True)
-        first = torch.cat([torch_attend(*(x[:1, :, part] for x in inputs)) for part in parts], dim=2)
-        wanted = torch.cat([first, torch_attend(*(x[1:] for x in inputs))])
+        wanted = F.scaled_dot_product_attention(*inputs, mask, scale=0.2, enable_gqa=True)
         found = [own.float(), *torch.autograd.grad(own, inputs, out_gradient.bfloat16())]
         expected = [wanted, *torch.autograd.grad(wanted, inputs, out_gradient)]
     differences = [(a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
@@ -168,7 +166,7 @@ def _arguments(tensors: list[Tensor], query: int, cu_seq_lens: Tensor, scale: fl
     return ctypes.byref(sizes), views, *addresses, *counts, ctypes.c_float(scale)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     """Copies the tensor if its last dimension isn't contiguous, like the gradient of a sum."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -186,7 +184,7 @@ def _attention(
         shapes = ", ".join(f"{x.dtype} {[*x.shape]}" for x in (query_BHTE, key_BGTE, value_BGTE))
         raise ValueError(f"the kernel needs bf16 keys and values with the same shape as the queries, not {shapes}")
     out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
-    tensors = [*map(_rows_contiguous, (query_BHTE, key_BGTE, value_BGTE)), out_BHTE]
+    tensors = [*map(rows_contiguous, (query_BHTE, key_BGTE, value_BGTE)), out_BHTE]
     cu_seq_lens = cu_seq_lens.int().contiguous()
     _library().forward(*_arguments(tensors, 0, cu_seq_lens, scale, lse_BHT))
     return out_BHTE, lse_BHT
@@ -205,7 +203,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
     heads, groups = query_BHTE.shape[1], key_BGTE.shape[1]
-    tensors = [*map(_rows_contiguous, (grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE))]
+    tensors = [*map(rows_contiguous, (grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE))]
     grad_query_BHTE = empty_heads_last(query_BHTE)
     # With grouped heads, the kernel returns a gradient per query head in fp32.
     dtype = query_BHTE.dtype if heads == groups else torch.float32

@@ -28,10 +28,10 @@ from transformers import (
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
-from pretrain.errors import InputError
-from pretrain.model.attention import classes_in_rows, implementation_of
+from pretrain.errors import InputError, one_line
+from pretrain.model.attention import autocast_dtype, classes_in_rows, head_widths, implementation_of
 from pretrain.model.compile import layers_of
-from pretrain.model.model_config import described, first_line, padded_vocabulary
+from pretrain.model.model_config import described, padded_vocabulary
 from pretrain.model.routers import as_buffers, inactive_parameters
 
 _Value = TypeVar("_Value")
@@ -217,10 +217,8 @@ def attention_width(config: PreTrainedConfig) -> float:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0.0 if heads is None else config.hidden_size
-    if getattr(config, "v_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
-        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    head_width = getattr(config, "head_dim", None)
-    return heads * head_width if isinstance(head_width, int) else config.hidden_size
+    widths = head_widths(config)
+    return config.hidden_size if widths is None else heads * sum(widths) / 2
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
@@ -453,9 +451,7 @@ def _embed_in_bf16(model: PreTrainedModel) -> None:
 
 
 def _in_bf16_of_autocast(module: nn.Module, args: tuple, looked_up: Tensor) -> Tensor:
-    kind = looked_up.device.type
-    is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return looked_up.to(torch.bfloat16) if is_bf16 else looked_up
+    return looked_up.to(torch.bfloat16) if autocast_dtype(looked_up) == torch.bfloat16 else looked_up
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
@@ -480,7 +476,7 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
     if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     if isinstance(error, ImportError | ValueError):
-        return f"attention {attention} cannot be used with this model here: {first_line(error)}"
+        return f"attention {attention} cannot be used with this model here: {one_line(error)}"
     return (
         f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with "
         "a working model of the same type"

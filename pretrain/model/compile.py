@@ -72,17 +72,19 @@ def compile_model(
     # With tp, process groups are graph inputs, and recent torch versions fail to compute their size.
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
-    if mode != "none":
-        # Beyond torch's limits of 8 recompilations per module and 256 in total, layers would silently run uncompiled.
-        # Layers usually share one compilation, but not if each has its own functions, as the experts do with tensor
-        # parallelism.
-        most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
-        for limit in ("recompile_limit", "accumulated_recompile_limit"):
-            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
-    if mode != "none" and next(causal_lm.parameters()).device.type == "cuda":
+    if mode == "none":
+        return
+    # Beyond torch's limits of 8 recompilations per module and 256 in total, layers would silently run uncompiled.
+    # Layers usually share one compilation, but not if each has its own functions, as the experts do with tensor
+    # parallelism.
+    most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
+    device_type = next(causal_lm.parameters()).device.type
+    if device_type == "cuda":
         # With torch's limit of 4, Inductor writes nanochat's rotated queries and keys to memory before their norms.
         torch._inductor.config.realize_reads_threshold = 5
-    if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
+    if device_type == "cpu":
         for module in causal_lm.modules():
             # These two classes use the tanh approximation.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
@@ -93,7 +95,7 @@ def compile_model(
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
             compile_layer(layer)
-    elif mode == "full":
+    else:
         model.compile(dynamic=False)
 
 

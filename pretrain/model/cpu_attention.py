@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model import bf16_cpu_attention
-from pretrain.model.bf16_cpu_attention import empty_gradients, empty_heads_last
+from pretrain.model.bf16_cpu_attention import empty_gradients, empty_heads_last, rows_contiguous
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 LENGTHS_IN_BLOCKS = range(256, 1025)
@@ -272,9 +272,9 @@ def _packed_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
-    grad_out_BHTE = grad_out_BHTE.contiguous() if grad_out_BHTE.stride(-1) != 1 else grad_out_BHTE
+    grad_out_BHTE = rows_contiguous(grad_out_BHTE)
     inputs = (query_BHTE, key_BGTE, value_BGTE)
-    gradients = tuple(empty_heads_last(x) for x in inputs)
+    gradients = empty_gradients(grad_out_BHTE, *inputs)
     probabilities = _Probabilities(kept)
     for rows, positions, is_in_blocks in query_blocks(cu_seq_lens, query_BHTE):
         arguments = [x[rows, :, positions] for x in (grad_out_BHTE, *inputs)]

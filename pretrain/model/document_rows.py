@@ -92,14 +92,11 @@ class DocumentRows:
             return type(value)(self._gathered(one, index, shape) for one in value)
         if isinstance(value, dict):
             return {name: self._gathered(one, index, shape) for name, one in value.items()}
-        if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[:2]) not in self._with_tokens:
+        with_tokens = (self.shape, (1, self.shape[1]))
+        if not isinstance(value, Tensor) or tuple(value.shape[:2]) not in with_tokens:
             return value
         value = value.expand(self.shape[0], *value.shape[1:])
         return value.flatten(0, 1).index_select(0, index).unflatten(0, shape)
-
-    @property
-    def _with_tokens(self) -> set[tuple[int, int]]:
-        return {self.shape, (1, self.shape[1])}
 
     def together(self, outputs: list[Any]) -> Any:
         """Combines the outputs (R, L, ...) of all calls into (B, T, ...), and replaces states with None."""

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from pretrain.config import WindowSpec
+from pretrain.errors import one_line
 from pretrain.model.attention import (
     ATTENTION_NAMES,
     FLASH_PACKAGES,
@@ -14,7 +15,6 @@ from pretrain.model.attention import (
     why_not,
     why_not_flash,
 )
-from pretrain.model.model_config import first_line
 
 HOPPER = (9, 0)
 """Compute capability that FlashAttention 3 requires."""
@@ -29,10 +29,12 @@ def prefer_flash_3(
 
     Returns None on success, or the reason why not. For the arguments, see `kernels_used`.
     """
-    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
-    if requested != "auto" or attention != "groundwork_sdpa" or varlen:
-        return f"attention is {requested}" if requested != "auto" else varlen or f"the model needs {attention}"
-    if problem := why_not("flash_attention_3", device_type="cuda", dtype=dtype, window=window):
+    if requested != "auto":
+        return f"attention is {requested}"
+    if attention != "groundwork_sdpa":
+        return f"the model needs {attention}"
+    here = {"device_type": "cuda", "dtype": dtype, "window": window}
+    if problem := why_not("varlen", **here) or why_not_flash(model_config) or why_not("flash_attention_3", **here):
         return problem
     if torch.cuda.get_device_capability() != HOPPER:
         return "torch only supports it on Hopper"
@@ -60,7 +62,7 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
             return None
         problem = f"its results differ from torch's kernel by {max(differences):.2g}"
     except Exception as error:  # a package built for a different torch version may raise any error
-        problem = f"fails here ({first_line(error)})"
+        problem = f"fails here ({one_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
     return problem
 

@@ -44,35 +44,33 @@ def largest_logits(
     queries = max(1, min(length, MAX_QUERIES, most // (heads * keys)))
     query_BGNTE = query_BHTE.to(key_BGTE.dtype).unflatten(1, (groups, heads // groups))
     position = torch.arange(keys, device=query_BHTE.device)
+    number_B = torch.arange(batch, device=query_BHTE.device)[:, None, None]
     segment_BT = None if cu_seq_lens_q is None else segment_ids(cu_seq_lens_q, batch, length)
+
+    def is_allowed(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if isinstance(mask, Tensor):
+            here = mask[row % len(mask), 0, query, key]
+            return here if here.dtype == torch.bool else here == 0
+        if mask is not None:  # flex attention's mask
+            return mask.mask_mod(row, torch.zeros_like(row), query, key)
+        distance = query + (keys - length) - key
+        allowed = (distance >= 0) & (distance < (sliding_window or keys))
+        return allowed if segment_BT is None else allowed & (segment_BT[row, query] == segment_BT[row, key])
+
     largest_GN = torch.full((groups, heads // groups), -torch.inf, device=query_BHTE.device)
     for first in range(0, length, queries):
         end = min(first + queries, length)
         last_key = keys - length + end if mask is None else keys
         first_key = max(0, last_key - (end - first) - sliding_window) if sliding_window and mask is None else 0
         seen = slice(first_key, last_key)
-        distance_QK = position[keys - length + first : keys - length + end, None] - position[seen]
-        causal_QK = (distance_QK >= 0) & (distance_QK < (sliding_window or keys))
         together = max(1, most // (heads * (end - first) * (last_key - first_key)))
         for row in range(0, batch, together):
             rows = slice(row, min(row + together, batch))
-            if isinstance(mask, Tensor):
-                here = mask[rows if len(mask) > 1 else slice(None), :1, first:end, seen]
-                allowed_RQK = (here if here.dtype == torch.bool else here == 0)[:, 0]
-            elif mask is not None:  # flex attention's mask
-                zero = torch.zeros((), dtype=torch.long, device=position.device)
-                number_R = torch.arange(rows.start, rows.stop, device=position.device)[:, None, None]
-                allowed_RQK = mask.mask_mod(number_R, zero, position[first:end, None], position[seen])
-            elif segment_BT is not None:
-                segment_RK = segment_BT[rows]
-                same_RQK = segment_RK[:, first:end, None] == segment_RK[:, None, seen]
-                allowed_RQK = causal_QK & same_RQK
-            else:
-                allowed_RQK = causal_QK[None]
+            allowed = is_allowed(number_B[rows], position[first:end, None], position[seen])
             query_RGME = query_BGNTE[rows, :, :, first:end].flatten(2, 3)
             logits_RGMK = (query_RGME @ key_BGTE[rows, :, seen].transpose(2, 3)).float()
             logits_RGNQK = logits_RGMK.unflatten(2, (heads // groups, end - first))
-            logits_RGNQK.masked_fill_(~allowed_RQK[:, None, None], -torch.inf)
+            logits_RGNQK.masked_fill_(~allowed[..., None, None, :, :], -torch.inf)
             largest_GN = torch.maximum(largest_GN, logits_RGNQK.amax((0, 3, 4)))
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 

@@ -197,8 +197,7 @@ def _chunked_loss(
     Returns the sums of cross-entropy and logsumexp^2, (2,); the number of targets; the gradients of hidden states,
     weight and bias (empty if not in `needs`); and each token's cross-entropy (empty if any gradient is needed).
     """
-    grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
-    losses_N = _empty_losses(hidden_ND, needs)
+    grad_hidden_ND, grad_weight_VD, grad_bias_V, losses_N = _empty_outputs(hidden_ND, weight_VD, bias_V, needs)
     is_target_N = targets_N != IGNORED
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, cap=cap, needs_gradient=any(needs))
@@ -234,8 +233,7 @@ def _chunked_loss(
 def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype, compiled, needs):
     sums = torch.empty(2, dtype=torch.float32, device=hidden_ND.device)
     count = torch.empty((), dtype=torch.int64, device=hidden_ND.device)
-    grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
-    losses_N = _empty_losses(hidden_ND, needs)
+    grad_hidden_ND, grad_weight_VD, grad_bias_V, losses_N = _empty_outputs(hidden_ND, weight_VD, bias_V, needs)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, losses_N
 
 
@@ -325,15 +323,13 @@ def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return softmax_RV, logits_RV.amax(-1, keepdim=True) - softmax_RV.amax(-1, keepdim=True).log()
 
 
-def _empty_gradients(hidden_ND, weight_VD, bias_V, needs):
+def _empty_outputs(hidden_ND, weight_VD, bias_V, needs):
+    """Allocates the gradients of hidden states, weight and bias, and each token's loss, as in `_chunked_loss`."""
     grad_hidden_ND = torch.empty_like(hidden_ND) if needs[0] else hidden_ND.new_empty(0)
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else weight_VD.new_empty(0)
     grad_bias_V = torch.zeros_like(bias_V) if needs[2] else hidden_ND.new_empty(0)
-    return grad_hidden_ND, grad_weight_VD, grad_bias_V
-
-
-def _empty_losses(hidden_ND: Tensor, needs: list[bool]) -> Tensor:
-    return hidden_ND.new_empty(0 if any(needs) else hidden_ND.shape[0], dtype=torch.float32)
+    losses_N = hidden_ND.new_empty(0 if any(needs) else hidden_ND.shape[0], dtype=torch.float32)
+    return grad_hidden_ND, grad_weight_VD, grad_bias_V, losses_N
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
-from pretrain.errors import InputError, did_you_mean, place_of, read_small_file, shortened
+from pretrain.errors import InputError, did_you_mean, one_line, place_of, read_small_file, shortened
 from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES
@@ -63,8 +63,6 @@ NUMBER_RULES = (
     (ROTARY_NUMBER, lambda value: value > 0, "a number above 0"),
 )
 """(regex for key names, function that checks a value, description of the allowed values)"""
-MAX_DEPTH = 20
-"""Maximum nesting depth of lists and objects."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -108,8 +106,8 @@ def load_model_config(
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
-        stated = {key: value for key, value in stated.items() if key != VOCABULARY_KEY}
-        keys = {key: value for key, value in keys.items() if key != VOCABULARY_KEY}
+        for given in (keys, stated):
+            given.pop(VOCABULARY_KEY, None)
         if vocabulary_size is not None:
             keys[VOCABULARY_KEY] = padded_vocabulary(vocabulary_size)
         elif isinstance(in_file.get(VOCABULARY_KEY), int):
@@ -148,10 +146,8 @@ def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, A
 
 def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
     """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default'. Returns '' if there are none."""
-    shown = {
-        key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
-    }
-    return ", ".join(f"{key} {value}" for key, value in shown.items())
+    given = (rope_parameters or {}).items()
+    return ", ".join(f"{key} {value:,g}" if isinstance(value, float) else f"{key} {value}" for key, value in given)
 
 
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
@@ -227,10 +223,10 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
             "--trust_remote_code (in a recipe: trust_remote_code: true) if you trust its author"
         )
     if is_folder:
-        return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
+        return f"{name_or_path}/config.json cannot be used: {one_line(error)}"
     return (
         f"{name_or_path}: no such file or folder, and it cannot be loaded from the Hugging Face Hub "
-        f"({first_line(error)}); use a .json file, a model folder or a Hub ID"
+        f"({one_line(error)}); use a .json file, a model folder or a Hub ID"
     )
 
 
@@ -239,19 +235,18 @@ def _checked_config(
 ) -> PreTrainedConfig:
     """Builds the configuration from `keys`. Validates the keys in `stated`, which were written by hand."""
     fields = fields_of(config_class)
-    defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
+    # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
+    names = {key: config_class.attribute_map.get(key, key) for key in keys}
+    defaults = {key: getattr(config_class, names[key], None) for key in stated}
     try:
         problems = _value_problems(stated, defaults)
     except RecursionError:
-        raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep") from None
-    # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
-    names = {key: config_class.attribute_map.get(key, key) for key in keys}
+        raise InputError(f"{where}: lists or objects are nested too deeply") from None
     problems += _unknown_keys(config_class, fields, stated)
-    wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
-    problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
+    problems += [f"{key}: {problem}" for key in stated if (problem := _type_problem(names[key], stated[key], fields))]
     problems += _rope_problems(stated, has_keys="rope_parameters" in fields)
     values = {name: field.default for name, field in fields.items()}
-    wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
+    wrong = {problem.partition(":")[0] for problem in problems}
     values |= {names[key]: keys[key] for key in keys if key not in wrong}
     problems += _shape_problems(config_class, values)
     if problems:
@@ -279,21 +274,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: is nested too deeply for a model's JSON; check for repeated brackets") from None
-    except (ValueError, _RepeatedKeyError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
         raise InputError(f"{path}: must be a JSON object, got {type(keys).__name__}")
     return keys
 
 
-class _RepeatedKeyError(Exception):
-    """Raised if a JSON object contains a key twice. The last value would silently win."""
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds a JSON object. Raises ValueError if it contains a key twice. The last value would silently win."""
     counts = Counter(key for key, _ in pairs)
     if repeated := sorted(key for key, count in counts.items() if count > 1):
-        raise _RepeatedKeyError(f"{', '.join(repeated)} occurs more than once; keep one")
+        raise ValueError(f"{', '.join(repeated)} occurs more than once; keep one")
     return dict(pairs)
 
 
@@ -358,14 +350,9 @@ def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
 def described(error: BaseException) -> str:
     """Formats an error on one line, with the file and line number if it was raised in custom code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+    said = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
 
 
@@ -413,7 +400,7 @@ def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """Returns an error message if a value's type doesn't match the class's annotation, otherwise None."""
     if name not in fields:
-        is_count = isinstance(value, int) and not isinstance(value, bool)
+        is_count = type(value) is int  # not a bool
         return None if name not in COUNT_FIELDS or is_count else f"must be an integer, got {shortened(repr(value))}"
     expected = fields[name].type
     try:
@@ -484,7 +471,7 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     """
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
-        example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
+        example = default if _is_number(default) else 1.0
         return [f"{path}: must be a finite number (such as {example}), got {value}"]
     for pattern, is_allowed, allowed in NUMBER_RULES:
         if re.search(pattern, name) and not is_allowed(value):
@@ -493,7 +480,7 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
         _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
         if value > most:
             return [f"{path}: {_shown(value)} is too large; allowed: at most {most:,} {what}"]
-        is_negative = isinstance(default, int | float) and default < 0
+        is_negative = _is_number(default) and default < 0
         if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
             return [f"{path}: must be at least 0, got {_shown(value)}"]
     return []
@@ -527,24 +514,25 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             if is_type and value is not None and value not in ROPE_TYPES:
                 hint = did_you_mean(str(value), ROPE_TYPES)
                 problems.append(f"{prefix}{key}: {_shown(value)} is not a rope_type{hint}")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if re.search(ROTARY_NUMBER, key) and value is not None and not is_number:
+            if re.search(ROTARY_NUMBER, key) and value is not None and not _is_number(value):
                 problems.append(f"{prefix}{key}: must be a number, got {_shown(value)}")
     return problems
 
 
-def _numbers(values: Any, path: str = "", depth: int = 1) -> Iterator[tuple[str, float]]:
+def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Yields (dotted path, number) for every number in nested objects and lists. Paths omit list indices."""
-    if isinstance(values, Mapping | list) and depth > MAX_DEPTH:
-        raise RecursionError
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from _numbers(value, f"{path}.{key}" if path else str(key), depth + 1)
+            yield from _numbers(value, f"{path}.{key}" if path else str(key))
     elif isinstance(values, list):
         for value in values:
-            yield from _numbers(value, path, depth + 1)
-    elif isinstance(values, int | float) and not isinstance(values, bool):
+            yield from _numbers(value, path)
+    elif _is_number(values):
         yield path, values
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # not a bool
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 from transformers.utils import cached_file
 
-from pretrain.errors import InputError, Problems, error_in_file
+from pretrain.errors import InputError, Problems, error_in_file, one_line
 from pretrain.model import architectures
 from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, import_file
 
@@ -146,29 +146,31 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
         keys: its config.json.
     """
     register_all()  # so that the folder can't reuse a local architecture's model_type
-    auto_map = keys["auto_map"]
-    names = {kind: auto_map.get(kind) for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel")}
-    for kind in ("AutoConfig", "AutoModelForCausalLM"):
-        if not isinstance(names[kind], str) or names[kind].count(".") != 1:
+    paths: dict[str, Path] = {}
+    class_names = {}
+    for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel"):
+        name = keys["auto_map"].get(kind)
+        if name is None and kind == "AutoModel":
+            continue
+        # A name from another repository starts with the repository, which may contain dots.
+        repository, _, place = str(name).rpartition("--")
+        file, *rest = place.split(".")
+        if len(rest) != 1:
             raise InputError(
                 f"{name_or_path}/config.json: auto_map needs {kind}, as in "
                 '{"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}'
             )
-    paths: dict[str, Path] = {}
-    for kind, name in names.items():
-        if name is not None:
-            repository, _, name = name.rpartition("--")
-            paths[kind] = fetched(repository or name_or_path, f"{name.partition('.')[0]}.py")
+        paths[kind] = fetched(repository or name_or_path, f"{file}.py")
+        class_names[kind] = rest[0]
     files = {Path(file) for path in paths.values() for file in (path, *get_relative_import_files(path))}
     digest = digest_of(files)
     classes = {}
     for kind, path in paths.items():
         # The module is named after its contents, so a checkpoint's copy of the code is the same module.
         module = import_file(path, f"groundwork_own_{digest}")
-        class_name = names[kind].partition(".")[2]
-        if not hasattr(module, class_name):
-            raise InputError(f"{path}: does not define {class_name}, the {kind} in auto_map")
-        classes[kind] = getattr(module, class_name)
+        classes[kind] = getattr(module, class_names[kind], None)
+        if classes[kind] is None:
+            raise InputError(f"{path}: does not define {class_names[kind]}, the {kind} in auto_map")
     causal_class = classes["AutoModelForCausalLM"]
     register_classes(paths["AutoConfig"], classes["AutoConfig"], causal_class, classes.get("AutoModel"))
     LOADED_CODE["code of the model"] = digest
@@ -182,7 +184,7 @@ def fetched(name_or_path: str, file: str) -> Path:
     try:
         path = Path(cached_file(name_or_path, file)).absolute()
     except OSError as error:
-        raise InputError(f"{name_or_path}: {file}: {str(error).strip().splitlines()[0]}") from error
+        raise InputError(f"{name_or_path}: {file}: {one_line(error)}") from error
     try:
         imported = get_relative_imports(path)
     except (OSError, UnicodeDecodeError) as error:

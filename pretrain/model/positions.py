@@ -143,15 +143,17 @@ def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTraine
         model: a model, one of its submodules, or a module that contains it.
         others: more modules to update.
     """
-    for root in (model, *others):
-        for module in root.modules():
-            if isinstance(own := getattr(module, "config", None), PreTrainedConfig):
-                _take_positions(own, config)
-    for root in (model, *others):
-        for module in root.modules():
-            has_table = isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-            if has_table and isinstance(getattr(module, "config", None), PreTrainedConfig):
-                _rebuild_tables(module)
+    modules = [
+        module
+        for root in (model, *others)
+        for module in root.modules()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    for module in modules:
+        _take_positions(module.config, config)
+    for module in modules:
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            _rebuild_tables(module)
 
 
 def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:

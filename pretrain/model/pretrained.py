@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.model.build import clear_padding, initialize_module
-from pretrain.model.model_config import first_line, load_model_config
+from pretrain.model.model_config import load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
 from pretrain.terminal import is_first_process, say
@@ -151,11 +151,6 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
     Only supports safetensors, because pickle files can execute code. Raises InputError if the model or some weights
     are missing, or if transformers can't build the model.
     """
-    if name_or_path.endswith(".json"):
-        raise InputError(
-            f"{name_or_path}: a JSON file contains no weights; use the folder or Hub ID of a pretrained model, or "
-            "train from scratch with init: scratch"
-        )
     load_model_config(name_or_path, trust_remote_code=trust_remote_code)
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
@@ -168,7 +163,7 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         )
     except (ImportError, ValueError, SafetensorError, OSError) as error:
         raise InputError(
-            f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or Hub ID with an "
+            f"{name_or_path}: cannot load safetensors weights ({one_line(error)}); use a folder or Hub ID with an "
             "undamaged model.safetensors, of a model that transformers can build here"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
@@ -194,9 +189,8 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
     new_tokens: tokens added to the vocabulary.
     """
-    files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
-    if files:
-        names = PublishedNames.of(load_model_config(name_or_path))
+    if files := find_tensors(name_or_path):
+        names = PublishedNames(load_model_config(name_or_path))
         places, ignored = checked_places(name_or_path, files, names)
         if places is not None:
             if ignored and is_first_process():
@@ -222,7 +216,7 @@ def find_weights(name_or_path: str) -> None:
     if Path(name_or_path).is_dir():
         if not (files := find_tensors(name_or_path)):
             raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained needs")
-        checked_places(name_or_path, files, PublishedNames.of(load_model_config(name_or_path)))
+        checked_places(name_or_path, files, PublishedNames(load_model_config(name_or_path)))
 
 
 def checked_places(
@@ -276,7 +270,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             paths = [Path(single)] if single else []
     except OSError as error:
         if index:
-            raise InputError(f"{index}: lists a file that is missing ({first_line(error)}); restore it") from None
+            raise InputError(f"{index}: lists a file that is missing ({one_line(error)}); restore it") from None
         return {}  # load_pretrained reports this problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(

@@ -8,11 +8,11 @@ own conversions, but one tensor at a time, so we never need memory for a second 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -30,7 +30,8 @@ Shapes = dict[str, tuple[int, ...]]
 class PublishedNames:
     """Tensor names and shapes of an architecture, as written by `save_pretrained`."""
 
-    def __init__(self, meta_model: PreTrainedModel):
+    def __init__(self, config: PreTrainedConfig):
+        meta_model = build_meta_model(config)
         tensors = meta_model.state_dict()
         conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
         # `revert_weight_conversion` reads this attribute instead of collecting the conversions for every tensor.
@@ -49,10 +50,6 @@ class PublishedNames:
         each = [piece for named in pieces.values() for piece in named.items()]
         if len(each) == len(together) and dict(each) == together:
             self.pieces = pieces
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> Self:
-        return cls(build_meta_model(config))
 
     def _split_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return revert_weight_conversion(self.meta_model, tensors)

@@ -93,9 +93,9 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
     """
     inside = {id(parameter) for parameter in router.module.parameters()}
     others = {n: p for n, p in router.block.named_parameters() if id(p) not in inside}
-    numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
+    numbers = {name: found[1] for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
-        return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
+        return {name: others[name] for name in numbers}, len(set(numbers.values()))
     # With ZeRO-3, parameters are empty, and DeepSpeed stores their shapes in ds_shape.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)

@@ -77,9 +77,9 @@ GROWING = (
     *(name for names in list(WIDTHS)[:2] for name in names),
     *(name for names in list(WIDTHS)[4:7] for name in names),
     *KEY_HEADS,
-    *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
-    *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
-)
+    "mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width",
+    "linear_num_heads", "linear_num_value_heads", "linear_num_key_heads",
+)  # fmt: skip
 """Configuration keys that grow with the model's width. The number of heads grows, but not the head width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -121,7 +121,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
         values = config.to_dict()
         _shrink_vocabulary(values)
         if windows:
-            values |= {name: SHORT_WINDOW for name in WINDOWS if _is_above(values.get(name), SHORT_WINDOW)}
+            values |= {name: SHORT_WINDOW for name in WINDOWS if is_above(values.get(name), SHORT_WINDOW)}
         if narrow:
             _narrow(values)
         if shorter and layers is not None:
@@ -182,10 +182,10 @@ def _kind(layer: nn.Module) -> tuple:
 
 def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
-    values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
+    values |= {name: VOCABULARY for name in sizes if is_above(values[name], VOCABULARY)}
     for name, value in values.items():
         # Special tokens must be in the small vocabulary.
-        if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
+        if name.endswith("_token_id") and (isinstance(value, list) or is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
 
@@ -194,19 +194,20 @@ def _narrow(values: dict[str, Any]) -> None:
     heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if values.get(name)), None)
     for name, width in widths.items():
         value = values.get(name)
-        if _is_above(value, width):
+        if is_above(value, width):
             values[name] = width
         elif isinstance(value, list):  # one value per layer
-            values[name] = [width if _is_above(size, width) else size for size in value]
+            values[name] = [width if is_above(size, width) else size for size in value]
     for name in KEY_HEADS:
         # Models with fewer key heads than query heads must still have fewer.
-        if _is_above(values.get(name), 1) and heads:
+        if is_above(values.get(name), 1) and heads:
             values[name] = HEADS if values[name] == heads else HEADS // 2
     for expand, heads, width in STATE_SPACE_HEADS:
         if all(values.get(name) for name in (expand, heads, width)):
             values[width] = HEAD_WIDTH
             values[heads] = values[expand] * HEADS
-            values |= {name: values[heads] * HEAD_WIDTH for name in ("mamba_d_ssm",) if values.get(name)}
+            if values.get("mamba_d_ssm"):
+                values["mamba_d_ssm"] = values[heads] * HEAD_WIDTH
 
 
 def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
@@ -231,8 +232,9 @@ def _meta_model(config: PreTrainedConfig) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _is_above(value: Any, limit: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > limit
+def is_above(value: Any, limit: int) -> bool:
+    """Returns True for an integer above the limit."""
+    return type(value) is int and value > limit  # not a bool
 
 
 @contextlib.contextmanager
@@ -274,13 +276,9 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
             failures.append(described(error))
             continue
         return model
-    raise InputError(_unbuildable(keyed.config, failures))
-
-
-def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
-    return (
-        f"model: {config.model_type} does not run with only token IDs as input ({reason}); complete its "
+    raise InputError(
+        f"model: {keyed.config.model_type} does not run with only token IDs as input ({reason}); complete its "
         "configuration, or use a different architecture (see docs/architectures.md)"
     )
 

@@ -18,7 +18,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.compile import layers_of
 from pretrain.model.model_config import described
-from pretrain.model.small_copy import GROWING
+from pretrain.model.small_copy import GROWING, is_above
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
     def grown(value: Any) -> Any:
         if isinstance(value, list):
             return [grown(item) for item in value]
-        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        return max(1, math.floor(value * ratio)) if is_size else value
+        return max(1, math.floor(value * ratio)) if is_above(value, 0) else value
 
     values |= {name: grown(values[name]) for name in GROWING if values.get(name) is not None}
     return type(config).from_dict(values)

@@ -25,11 +25,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 DRAWN_TOGETHER = 2**24
 """Maximum number of elements to round at once. Rounding needs 24 bytes per element."""
 
-# Dimensions to reduce for one value per row, per column or per matrix.
-ROW = (-1,)
-COLUMN = (-2,)
-MATRIX = (-2, -1)
-
 
 @dataclass(frozen=True)
 class ParameterPart:
@@ -88,14 +83,6 @@ class ParameterPart:
     def share_of(self, sums: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns this rank's contribution to the sums over all ranks."""
         return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
-
-    def tile_of(self, without: tuple[int, ...]) -> Tile:
-        """Returns the block's tile after some dimensions of the parameter are reduced.
-
-        without: the reduced dimensions as negative indices, for example (-1,) for one value per row.
-        """
-        missing = [len(self.shape) + dim for dim in without]
-        return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -173,9 +160,12 @@ class Adafactor(torch.optim.Optimizer):
         block = part.block(gradient.float())
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
+        rows = part.rows[:-1]
+        columns = part.rows[:-2] + part.rows[-1:]
+        matrices = part.rows[:-2]
         if "row" in state:
-            put(places["row"], part.tile_of(ROW), squared.sum(-1))
-            put(places["column"], part.tile_of(COLUMN), squared.sum(-2))
+            put(places["row"], rows, squared.sum(-1))
+            put(places["column"], columns, squared.sum(-2))
         else:
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
@@ -185,15 +175,15 @@ class Adafactor(torch.optim.Optimizer):
             state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
             state["column"].lerp_(sums["column"] / part.shape[-2] + MIN_SQUARE, new)
             row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt()
-            block.mul_(take(row, part.tile_of(ROW)).unsqueeze(-1))
-            block.mul_(take(state["column"].rsqrt(), part.tile_of(COLUMN)).unsqueeze(-2))
+            block.mul_(take(row, rows).unsqueeze(-1))
+            block.mul_(take(state["column"].rsqrt(), columns).unsqueeze(-2))
         else:
             state["variance"].lerp_(sums["variance"] + MIN_SQUARE, new)
             block.mul_(take(state["variance"].rsqrt().view(-1), part.rows).view_as(block))
         update = part.inside(block)
         if is_stack := are_matrices(part.shape):
             squares = torch.zeros(part.shape[:-2], device=block.device)
-            put(squares, part.tile_of(MATRIX), block.square().sum((-2, -1)))
+            put(squares, matrices, block.square().sum((-2, -1)))
         else:
             squares = update.square().sum()
         if part.offset is not None:
@@ -206,7 +196,7 @@ class Adafactor(torch.optim.Optimizer):
         excess = torch.clamp(rms / CLIP, min=1.0)
         if is_stack:
             block = part.block(update)
-            block.div_(take(excess, part.tile_of(MATRIX))[..., None, None])
+            block.div_(take(excess, matrices)[..., None, None])
             update.copy_(part.inside(block))
             del block
         else:

@@ -126,9 +126,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _codes_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         if device not in self._codes:
-            signed = {"qmap1": True, "qmap2": False}
             create = self._kernels.create_dynamic_map
-            self._codes[device] = {name: create(signed=sign).to(device) for name, sign in signed.items()}
+            self._codes[device] = {"qmap1": create(signed=True).to(device), "qmap2": create(signed=False).to(device)}
         return self._codes[device]
 
 

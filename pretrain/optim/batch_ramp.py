@@ -54,23 +54,16 @@ class BatchRamp:
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
         """Returns a schedule that switches from `past` to this one at `step`, after `sequences` sequences."""
-        earlier = [level for level, first in enumerate(past.first_steps) if first < step]
-        later = [level for level, first in enumerate(self.first_steps) if first > step]
-        levels = [
-            *((past.first_steps[n], past.first_sequences[n], past.sequences_per_level[n]) for n in earlier),
-            (step, sequences, self.sequences_at(step)),
-        ]
-        for n in later:
-            first = self.first_steps[n]
-            _, first_sequences, per_step = levels[-1]
-            levels.append((first, first_sequences + (first - levels[-1][0]) * per_step, self.sequences_per_level[n]))
-        joined = [levels[0]]
-        for first, first_sequences, per_step in levels[1:]:
-            last_first, last_sequences, last_per_step = joined[-1]
-            goes_on = first_sequences == last_sequences + (first - last_first) * last_per_step
-            if not (per_step == last_per_step and goes_on):
-                joined.append((first, first_sequences, per_step))
-        first_steps, first_sequences, per_level = zip(*joined, strict=True)
+        levels = zip(past.sequences_per_level, past.first_steps, past.first_sequences, strict=False)
+        levels = [level for level in levels if level[1] < step]
+        for first in (step, *(first for first in self.first_steps if first > step)):
+            per_step = self.sequences_at(first)
+            last_per_step, last_first, last_sequences = levels[-1] if levels else (0, step, sequences)
+            reached = last_sequences + (first - last_first) * last_per_step
+            before = sequences if first == step else reached
+            if per_step != last_per_step or before != reached:
+                levels.append((per_step, first, before))
+        per_level, first_steps, first_sequences = zip(*levels, strict=True)
         return BatchRamp(per_level, first_steps, self.total_steps, first_sequences)
 
     def _level(self, step: int) -> int:

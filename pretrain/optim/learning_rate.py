@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.registry import SCHEDULES
@@ -68,10 +67,19 @@ class Schedule:
             raise InputError(*problems)
 
     def factor(self, step: int) -> float:
-        """Returns the learning rate at `step`, as a fraction of the peak."""
+        """Returns the learning rate at `step`, as a fraction of the peak.
+
+        Raises InputError unless the schedule returns a finite number of at least 0.
+        """
         if step < self.warmup_end:
             return (step - self.first_step + 1) / self.warmup_steps
-        return checked_factor(self.name, step, SCHEDULES[self.name](self, step))
+        factor = SCHEDULES[self.name](self, step)
+        if isinstance(factor, Real) and 0 <= factor < math.inf:
+            return float(factor)
+        raise InputError(
+            f"optim.schedule: {self.name} returned {factor!r} at step {step:,}; it must return the learning rate as a "
+            "fraction of its peak, a finite number of at least 0"
+        )
 
     def learning_rate(self, step: int, peak: float) -> float:
         """Returns the learning rate at `step`."""
@@ -157,16 +165,6 @@ class Annealing:
         floor = min(begin, self.schedule.final_ratio)
         left = DECAY_SHAPES[self.schedule.decay_shape](_progress(step, self.from_step, self.from_step + self.steps))
         return peak * (floor + (begin - floor) * left)
-
-
-def checked_factor(name: str, step: int, factor: Any) -> float:
-    """Returns a schedule's result. Raises InputError unless it's a finite number of at least 0."""
-    if isinstance(factor, Real) and 0 <= factor < math.inf:
-        return float(factor)
-    raise InputError(
-        f"optim.schedule: {name} returned {factor!r} at step {step:,}; it must return the learning rate as a fraction "
-        "of its peak, a finite number of at least 0"
-    )
 
 
 def cosine(schedule: Schedule, step: int) -> float:

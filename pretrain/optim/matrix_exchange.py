@@ -166,13 +166,13 @@ def replace_whole_matrices(
     replace_all(here)
     for holders, theirs in shared.items():
         for bucket in buckets_of(theirs, holders.size):
-            is_split = [piece for piece, _ in bucket if piece.tiles]
+            is_split = any(piece.tiles for owned in bucket for piece in owned)
             exchange = exchange_parts if is_split else exchange_results
             exchange(bucket, holders, tensors, dtype(holders.device), replace_all)
 
 
-Bucket = list[tuple[MatrixPiece, int]]
-"""List of (piece, rank that updates the matrix)."""
+Bucket = list[list[MatrixPiece]]
+"""Pieces that each rank updates."""
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
@@ -180,15 +180,17 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
+    is_split = None
     # Sharded and replicated matrices need different collectives, so they go in different buckets.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
         # Proportional to the FLOPs of X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
-        if not buckets or piece.elements > room or bool(buckets[-1][0][0].tiles) != bool(piece.tiles):
-            buckets.append([])
+        if piece.elements > room or is_split != bool(piece.tiles):
+            buckets.append([[] for _ in range(processes)])
             room = BUCKET_ELEMENTS * processes
-        buckets[-1].append((piece, owner))
+            is_split = bool(piece.tiles)
+        buckets[-1][owner].append(piece)
         room -= piece.elements
     return buckets
 
@@ -199,9 +201,8 @@ def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
     gather(whole, part, group=group)
 
 
-def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
+def exchange_results(owned: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
     """Updates replicated matrices, each on one rank, and all-gathers the results."""
-    owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
     views = [
@@ -218,10 +219,9 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
         copy_all([piece.whole(tensors) for piece in theirs], results)
 
 
-def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
+def exchange_parts(owned: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
     """Updates sharded matrices, each on one rank, with one all-to-all before the update and one after it."""
     processes = range(holders.size)
-    owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[holders.rank]
     parts = [piece.part(tensors) for theirs in owned for piece in theirs]
     outgoing = [sum(piece.counts[holders.rank] for piece in theirs) for theirs in owned]

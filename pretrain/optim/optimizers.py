@@ -37,14 +37,14 @@ class ModelShapes:
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
     """Names of weights with the shape (inputs, outputs), as in GPT-2."""
+    experts: frozenset[str] = frozenset()
+    """Names of the routed experts' parameters."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
     """muP roles, which determine each parameter's learning rate. Empty without muP."""
     width_ratio: float = 1.0
     """Model width divided by `optim.mup_base_width`."""
     group_rates: Mapping[str, float] = field(default_factory=dict)
     """{group: learning rate relative to the run's}, from `optim.group_learning_rates`."""
-    experts: Mapping[str, int] = field(default_factory=dict)
-    """{name of a stacked expert parameter: number of experts}."""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
     """Expert matrices, as returned by `routers.expert_matrices`."""
 
@@ -72,15 +72,14 @@ class ModelShapes:
             return name.removeprefix("causal_lm.")
 
         shapes = {named(name): tuple(parameter.shape) for name, parameter in whole.named_parameters()}
-        names = embedding_parameter_names(whole), transposed_names(whole)
-        experts = {
-            named(f"{router.name.rpartition('.')[0]}.{name}"): count
+        experts = [
+            f"{router.name.rpartition('.')[0]}.{name}"
             for router in routers_of(whole)
-            for parameters, count in [expert_parameters(router)]
-            for name in parameters
-        }
+            for name in expert_parameters(router)[0]
+        ]
+        names = embedding_parameter_names(whole), transposed_names(whole), experts
         stacks = {named(name): kind for name, kind in expert_matrices(whole).items()}
-        known = cls(shapes, *(frozenset(map(named, found)) for found in names), experts=experts, stacks=stacks)
+        known = cls(shapes, *(frozenset(map(named, found)) for found in names), stacks=stacks)
         if settings is not None and learning_rate is not None:
             rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
             known = replace(known, group_rates=rates)
@@ -401,16 +400,15 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the L2 norm of all gradients as an fp32 scalar (a DTensor if the gradients are DTensors)."""
     # On a CPU, the squares of a large tensor are summed sequentially, with an error of 1e-3 for 25 million elements.
     # Reducing rows first avoids this. For bf16 gradients, a norm computed in bf16 would have an error of 1%.
-    gradients = list(gradients)
-    if gradients and gradients[0].device.type != "cpu":
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-    rows = [
+    parts = [
         torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-        if gradient.dim() > 1 and gradient.numel() > MAX_SERIAL_SUM
-        else gradient.float()
+        if gradient.device.type == "cpu" and gradient.dim() > 1 and gradient.numel() > MAX_SERIAL_SUM
+        else gradient
         for gradient in gradients
     ]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows, 2))) if rows else torch.tensor(0.0)
+    if not parts:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -226,7 +226,7 @@ class Benchmarks:
         try:
             for first in range(strategy.data_rank * sequences, len(windows.ids), together):
                 mine = slice(first, first + sequences)
-                layout = document_layout(windows.begins[mine], 1) if window.document_mask else None
+                layout = document_layout(windows.begins[mine], 1) if window.document_mask else {}
                 batch = HostBatch(torch.from_numpy(windows.ids[mine]), layout).on_device(strategy.device, attention)
                 request_BT = torch.from_numpy(windows.request[mine])
                 is_answer_BT = (request_BT >= 0).to(strategy.device)

@@ -145,7 +145,7 @@ def load_checkpoint(run: Run) -> None:
         return
     from pretrain.training.continued_plan import refuse_other_terms
 
-    names = PublishedNames.of(strategy.causal_lm.config)
+    names = PublishedNames(strategy.causal_lm.config)
     refuse_other_terms(strategy.term_tensors().shapes, saved.loss_terms.shapes())
     model = JoinedTensors(saved.model, names)
     strategy.load(ChainMap(saved.loss_terms, model) if saved.loss_terms else model, saved.optimizer)

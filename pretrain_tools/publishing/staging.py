@@ -168,7 +168,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
 
     if trusted:
         register_code_of(str(source))
-    published = PublishedNames.of(load_model_config(str(source)))
+    published = PublishedNames(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
     # Buffers stay in fp32, because a rounded router bias would select different experts.

@@ -150,7 +150,7 @@ def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tup
         if not model
     ]
     problems.stop_if_any()
-    published = PublishedNames.of(configs[0])
+    published = PublishedNames(configs[0])
     models = [JoinedTensors(model, published) for model in saved]
     shapes, *others = (joined.shapes(of.shapes()) for joined, of in zip(models, saved, strict=True))
     for address, config, ours in zip(addresses[1:], configs[1:], others, strict=True):

@@ -230,7 +230,8 @@ def test_flash_packages_are_told_to_be_deterministic(monkeypatch, is_determinist
 
     told = []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
-    attention_module._flash(attend, attend, *torch.randn(3, 1, 2, 8, 16), None, cu_seq_lens_q=cu_seq_lens)
+    package = SimpleNamespace(flash_attn_func=attend, flash_attn_varlen_func=attend)
+    attention_module._flash(package, *torch.randn(3, 1, 2, 8, 16), None, cu_seq_lens_q=cu_seq_lens)
     assert told == [is_deterministic]
 
 

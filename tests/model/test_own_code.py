@@ -11,9 +11,10 @@ import yaml
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig
 
 from pretrain.errors import InputError
+from pretrain.model import own_code
 from pretrain.model.model_config import fields_of
-from pretrain.model.own_code import name_sizes, register_classes
-from support.own_model import MODELING, write_own_model
+from pretrain.model.own_code import name_sizes, register_classes, register_folder
+from support.own_model import CONFIG, MODELING, write_own_model
 from support.project import ROOT, events, launch, losses, run_script
 
 LOADED_ELSEWHERE = """
@@ -137,6 +138,17 @@ def test_flops_and_memory_use_its_sizes(own):
     planned = run_script("plan.py", "--config", own, "--trust_remote_code", "--gpus", "1", "--gpu", "h100").stdout
     # Token and position embeddings; head and 2 layers of 4 x 48^2 + 3 x 48 x 96; norms.
     assert "30,720 in embeddings" in planned and "single" in planned
+
+
+def test_code_may_be_in_a_repository_with_a_dot_in_its_name(tmp_path, monkeypatch):
+    code = write_own_model(tmp_path / "mine-1.5")
+    made = []
+    monkeypatch.setattr(own_code, "register_classes", lambda file, *classes: made.extend(classes))
+    monkeypatch.setattr(own_code, "register_all", lambda: None)
+    monkeypatch.setattr(own_code, "LOADED_CODE", {})
+    auto_map = {kind: f"{code}--{name}" for kind, name in CONFIG["auto_map"].items()}
+    register_folder(str(tmp_path), {"auto_map": auto_map})
+    assert [each.__name__ for each in made] == ["MineConfig", "MineForCausalLM", "MineModel"]
 
 
 class Odd(PretrainedConfig):

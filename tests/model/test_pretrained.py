@@ -225,9 +225,6 @@ def test_ignored_weights_are_named(tmp_path, capsys):
 
 
 def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
-    (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(InputError, match="a JSON file contains no weights"):
-        open_pretrained(str(tmp_path / "model.json"))
     AutoConfig.for_model(**TINY["llama"]).save_pretrained(tmp_path / "empty")
     with pytest.raises(InputError, match="cannot load safetensors weights"):
         open_pretrained(str(tmp_path / "empty"))

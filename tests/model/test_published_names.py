@@ -30,7 +30,7 @@ def test_names_and_tensors_are_those_of_save_pretrained(name, tmp_path):
     config = CONFIGS[name]()
     model, trained = tensors_that_train(config)
     model.save_pretrained(tmp_path)
-    expected, names, found = load_file(tmp_path / "model.safetensors"), PublishedNames.of(config), {}
+    expected, names, found = load_file(tmp_path / "model.safetensors"), PublishedNames(config), {}
     for key, tensor in trained.items():
         pieces = names.split(key, tensor)
         assert {piece: tuple(part.shape) for piece, part in pieces.items()} == names.pieces[key]
@@ -48,11 +48,11 @@ def test_names_and_tensors_are_those_of_save_pretrained(name, tmp_path):
 
 
 def test_experts_are_published_one_by_one():
-    names = PublishedNames.of(tiny_config("qwen3_moe"))
+    names = PublishedNames(tiny_config("qwen3_moe"))
     experts = "model.layers.1.mlp.experts"
     assert names.pieces[f"{experts}.down_proj"] == {f"{experts}.{n}.down_proj.weight": (32, 16) for n in range(8)}
     assert len(names.pieces[f"{experts}.gate_up_proj"]) == 16
-    mixtral = PublishedNames.of(tiny_config("mixtral"))
+    mixtral = PublishedNames(tiny_config("mixtral"))
     assert list(mixtral.pieces["model.layers.0.mlp.gate.weight"]) == ["model.layers.0.block_sparse_moe.gate.weight"]
 
 
@@ -66,7 +66,7 @@ def test_tensors_that_cannot_be_converted_alone_keep_their_names(fails, monkeypa
         return {"one of all": next(iter(tensors.values()))}
 
     monkeypatch.setattr(PublishedNames, "_split_all", taken_apart)
-    names = PublishedNames.of(tiny_config("qwen3_moe"))
+    names = PublishedNames(tiny_config("qwen3_moe"))
     tensor = torch.zeros(8, 32, 16)
     assert names.split("model.layers.1.mlp.experts.down_proj", tensor) == {
         "model.layers.1.mlp.experts.down_proj": tensor
