@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -40,7 +39,7 @@ from pretrain.units import counted, table
 from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
-from pretrain_tools.runs.child_processes import signal_tree
+from pretrain_tools.runs.child_processes import signal_tree, signals_handled
 
 REFERENCE = "single"
 SCRIPT = str(ROOT / "train.py")
@@ -160,12 +159,17 @@ def compare_strategies(
     short = output / "parity.yaml"
     output.mkdir(parents=True, exist_ok=True)
     write_durably(short, as_yaml(parity_config(resolve_auto(config, processes), steps, precision)))
+
+    def end(number: int, _frame: object) -> None:
+        print(f"interrupted; remove {output} before you run the command again", file=sys.stderr)
+        sys.exit(status_after(number))  # `run_together` then kills its processes
+
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
-        with ended_by_signals(f"interrupted; remove {output} before you run the command again"):
+        with signals_handled(end):
             outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:
             raise InputError(
@@ -273,22 +277,6 @@ def run_together(launches: Sequence[tuple[list[str], dict[str, str]]], log: Text
             if process.poll() is None:
                 signal_tree(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-@contextmanager
-def ended_by_signals(message: str) -> Iterator[None]:
-    """Prints a message and exits on Ctrl-C, SIGTERM and SIGHUP, so that `run_together` kills its processes."""
-
-    def end(number: int, _frame: object) -> None:
-        print(message, file=sys.stderr)
-        sys.exit(status_after(number))
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
