@@ -140,8 +140,6 @@ def compare_strategies(
     known = strategy_names()
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
-    if steps < 1:
-        problems.append(f"--steps: must be at least 1, got {steps}")
     if processes < 2:
         problems.append(
             f"--processes: must be at least 2, got {processes}; with one process, all strategies train as {REFERENCE}"

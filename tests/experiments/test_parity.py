@@ -122,13 +122,14 @@ def test_bad_requests_are_refused_at_once(tmp_path):
     (tmp_path / "ddp").mkdir()
     refused = run_script(
         "runs.py", "parity", "--config", "recipes/demo.yaml", "--strategies", "ddp,zero4", "--output", tmp_path,
-        "--steps", "0", "--processes", "1", "--mesh", "tp=2", check=False,
+        "--processes", "1", "--mesh", "tp=2", check=False,
     )  # fmt: skip
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "zero4 is unknown; did you mean zero" in refused.stderr
     assert f"{tmp_path / 'ddp'} already exists" in refused.stderr
-    assert "--steps: must be at least 1, got 0" in refused.stderr
     assert "--processes: must be at least 2, got 1; with one process, all" in refused.stderr
+    refused = run_script("runs.py", "parity", "--config", "recipes/demo.yaml", "--steps", "0", check=False)
+    assert refused.returncode == 2 and "argument --steps: must be greater than 0, got 0" in refused.stderr
     alone = {"steps": 2, "strategies": "single", "processes": 2, "precision": "fp32"}
     with pytest.raises(InputError, match="single is the reference; name at least one other"):
         parity.compare_strategies(ROOT / "recipes/demo.yaml", tmp_path / "out", **alone)
