@@ -80,16 +80,17 @@ class ModelResults:
         tasks = {}
         for score in self.tasks:
             about = {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
-            tasks[score.task] = finite(score.measures) | about
-        return {
+            tasks[score.task] = score.measures | about
+        contents = {
             **asdict(self.address),
             "parameters": self.parameters,
-            "sources": {source: finite(measures) for source, measures in self.sources.items()},
+            "sources": self.sources,
             "source_settings": self.source_settings,
             "tasks": tasks,
             "sample": self.sample,
             "seconds": round(self.seconds, 1),
         }
+        return finite(contents)
 
 
 def append_to_run(evaluation: ModelResults) -> None:

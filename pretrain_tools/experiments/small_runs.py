@@ -86,7 +86,7 @@ class RunOutcome:
     reason: str = ""
     """Why the run ended early."""
 
-    def loss_at(self, step: int | None) -> float:
+    def loss_at(self, step: int) -> float:
         """Returns the validation loss at a step, averaged over sources; inf if missing."""
         return statistics.fmean(self.losses[step].values()) if step in self.losses else math.inf
 

@@ -17,6 +17,7 @@ from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.run_folder import read_json
+from pretrain.training.metrics import finite
 from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.experiments.small_runs import (
     RunOutcome,
@@ -146,14 +147,14 @@ def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str
         {
             "settings": result.settings,
             "state": result.state,
-            "loss": finite(result.mean_loss),
-            "spread": finite(result.spread),
+            "loss": result.mean_loss,
+            "spread": result.spread,
             "budget_tokens": result.tokens,
             "runs": [values_of_run(outcome) for outcome in result.outcomes],
         }
         for result in results
     ]
-    return {**request.described, "results": points}
+    return finite({**request.described, "results": points})
 
 
 def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
@@ -163,14 +164,9 @@ def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
         "step": outcome.step,
         "tokens": outcome.tokens,
         "seconds": round(outcome.seconds, 1),
-        "losses": {str(step): finite(outcome.loss_at(step)) for step in outcome.losses},
+        "losses": {step: outcome.loss_at(step) for step in outcome.losses},
         "failure": outcome.reason if outcome.state == "failed" else None,
     }
-
-
-def finite(value: float | None) -> float | None:
-    """Replaces infinity with None, because JSON can't represent it."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def best_recipe(request: SweepRequest, best: PointResult) -> str:
