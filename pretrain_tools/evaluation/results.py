@@ -11,12 +11,11 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.runs.run_folder import output_problem
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
-from pretrain_tools.runs.history import Score, append_events, refuse_url_output, scores_of
+from pretrain_tools.runs.history import Score, append_events, require_output, scores_of
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,9 @@ def append_to_run(evaluation: ModelResults) -> None:
 
 def require_writable(path: Path) -> None:
     """Raises InputError if the results can't be written to this path."""
-    refuse_url_output("--output", path)
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
+    require_output("--output", path, "results.json")
     if not path.parent.is_dir():
         raise InputError(f"--output {path}: {path.parent} is not a folder; create it, or use another path")
-    if problem := output_problem(path.parent):
-        raise InputError(f"--{problem}")
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:

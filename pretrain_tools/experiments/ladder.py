@@ -15,12 +15,12 @@ from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
 from pretrain.recipe import read_run_config
-from pretrain.runs.run_folder import output_problem, read_config, read_json, setting
+from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import count_text, counted, parse_count, table
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law, law_of, law_values
 from pretrain_tools.experiments.small_runs import losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import end_of, find_runs, read_history
+from pretrain_tools.runs.history import end_of, find_runs, read_history, require_output
 from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LEAST_SIZES = 4
@@ -333,8 +333,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     found = problems.attempt(read_ladder_runs, folders)
     if base.name in ("", ".."):
         problems.append(f"--output {base}: is a folder; use a path such as {base / 'ladder'}")
-    elif problem := output_problem(base.parent):
-        problems.append(f"--{problem}")
+    elif output:
+        problems.attempt(require_output, "--output", base.parent)
     problems.stop_if_any()
     runs, left_out = found
     rungs = rungs_of(runs)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pretrain.config import Budget, RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
+from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean
 from pretrain.files import ROOT, write_durably
 from pretrain.hardware import missing_bf16
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
@@ -40,6 +40,7 @@ from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
 from pretrain_tools.runs.child_processes import signal_tree, signals_handled
+from pretrain_tools.runs.history import require_output
 
 REFERENCE = "single"
 SCRIPT = str(ROOT / "train.py")
@@ -139,7 +140,8 @@ def compare_strategies(
     names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     known = strategy_names()
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
-    problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
+    problems = Problems(f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown)
+    problems.attempt(require_output, "--output", output)
     if processes < 2:
         problems.append(
             f"--processes: must be at least 2, got {processes}; with one process, all strategies train as {REFERENCE}"
@@ -151,8 +153,7 @@ def compare_strategies(
         for name in names
         if (output / name).exists()
     ]
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     # All launches need the same recipe, because `auto` settings may depend on the number of processes.
     short = output / "parity.yaml"
     output.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,12 @@ from typing import Any
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
-from pretrain.runs.run_folder import output_problem, read_json
+from pretrain.runs.run_folder import read_json
 from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
 from pretrain_tools.runs.comparison import setting_differences
+from pretrain_tools.runs.history import require_output
 
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
@@ -168,9 +169,7 @@ def request_problems(request: SweepRequest) -> Problems:
         for name, count in names.items()
         if count > 1
     ]
-    if output := output_problem(request.output):
-        problems.append(output.replace("output:", "--output:", 1))
-    elif holds_other_files(request.output):
+    if problems.attempt(require_output, "--output", request.output) and holds_other_files(request.output):
         problems.append(f"--output {request.output}: contains other files; use another folder")
     return problems
 

@@ -14,14 +14,14 @@ from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
 from pretrain.files import SIGNATURE_FILE, delete
 from pretrain.processes import folder_lock, is_held
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
-from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, output_problem, read_config, setting
+from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication, gaps_in_records
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import printable, provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
 from pretrain_tools.runs.addresses import download
-from pretrain_tools.runs.history import append_events, refuse_url, refuse_url_output
+from pretrain_tools.runs.history import append_events, refuse_url, require_output
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status if an upload fails, or if verification finds differences."""
@@ -98,11 +98,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
     models = find_models(arguments, problems)
     if output := arguments.output:
-        problems.attempt(refuse_url_output, "--output", output)
-        if output.exists() and not output.is_dir():
-            problems.append(f"--output {output}: must be a folder, not a file")
-        elif problem := output_problem(output):
-            problems.append(f"--{problem}")
+        problems.attempt(require_output, "--output", output)
         taken = [model.revision for model in models if (output / model.revision).exists()]
         problems += [f"--output {output}: already contains {name}; use another folder" for name in taken]
     problems.stop_if_any()
@@ -114,7 +110,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     """Writes one of a run's models as a GGUF file. Raises InputError, or PublishError if the disk is full."""
     file = arguments.gguf
-    problems.attempt(refuse_url_output, "--gguf", file)
+    problems.attempt(require_output, "--gguf", file, "model.gguf")
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():

@@ -18,7 +18,7 @@ from pathlib import Path
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
-from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
+from pretrain.runs.run_folder import METRICS_FILE, output_problem, read_config, read_json, setting
 from pretrain.units import energy_text
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
@@ -181,10 +181,18 @@ def refuse_url(text: str) -> None:
         )
 
 
-def refuse_url_output(option: str, path: Path) -> None:
-    """Raises InputError if the path of an output file or folder is a URL."""
+def require_output(option: str, path: Path, file_name: str | None = None) -> Path:
+    """Returns the path of an output folder or, with an example of a file name, of an output file.
+
+    Raises InputError if it can't be written, or is a URL.
+    """
     if url := url_in(str(path)):
         raise InputError(f"{option} {url}: must be a local path; write it to this machine and upload it from there")
+    if file_name and path.is_dir():
+        raise InputError(f"{option} {path}: is a folder; use a path such as {path / file_name}")
+    if problem := output_problem(path.parent if file_name else path):
+        raise InputError(problem.replace("output", option, 1))
+    return path
 
 
 def url_in(text: str) -> str | None:

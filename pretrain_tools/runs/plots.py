@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.event_log import Event
-from pretrain.runs.run_folder import output_problem
 from pretrain.terminal import printable
 from pretrain_tools.runs.history import (
     MEASURES,
@@ -22,7 +21,7 @@ from pretrain_tools.runs.history import (
     count_flops,
     is_number,
     read_history,
-    refuse_url_output,
+    require_output,
     require_runs,
 )
 
@@ -91,16 +90,11 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    path = output or folder / "plot.png"
-    refuse_url_output("--output", path)
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot.png'}")
+    path = require_output("--output", output or folder / "plot.png", "plot.png")
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     histories = {str(run): read_history(run) for run in runs}
     if not any(history.of("train") for history in histories.values()):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
-    if problem := output_problem(path.parent):
-        raise InputError(f"--{problem}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_png(histories, path)
     return path

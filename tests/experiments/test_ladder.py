@@ -98,6 +98,8 @@ def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     assert "all runs have the same size" in refusal(tmp_path / "three/32")
     with pytest.raises(InputError, match=r"--output \.: is a folder; use a path such as ladder"):
         report_ladder([tmp_path / "three"], predict=[], output=Path())
+    with pytest.raises(InputError, match=r"--output s3://b/x: must be a local path"):
+        report_ladder([tmp_path / "three"], predict=[], output=Path("s3://b/x/ladder"))
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -133,6 +134,8 @@ def test_bad_requests_are_refused_at_once(tmp_path):
     alone = {"steps": 2, "strategies": "single", "processes": 2, "precision": "fp32"}
     with pytest.raises(InputError, match="single is the reference; name at least one other"):
         parity.compare_strategies(ROOT / "recipes/demo.yaml", tmp_path / "out", **alone)
+    with pytest.raises(InputError, match="--output s3://b/x: must be a local path"):
+        parity.compare_strategies(ROOT / "recipes/demo.yaml", Path("s3://b/x"), **alone)
     assert not (tmp_path / "out").exists()
 
 
