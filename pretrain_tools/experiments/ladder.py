@@ -94,10 +94,6 @@ class Prediction:
     """Measured loss, for a back-test."""
 
     @property
-    def compute(self) -> float:
-        return compute_of(self.parameters, self.tokens)
-
-    @property
     def is_far(self) -> bool:
         """True if the prediction extrapolates to much more compute than the runs'."""
         return self.times_compute > FAR_COMPUTE
@@ -203,10 +199,10 @@ def ladder_run(folder: Path) -> LadderRun | str:
         return "its last validation loss is infinite or NaN"
     if last not in tokens:
         return f"metrics.jsonl has no training event for step {last}, its last validation"
-    if setting(read_config(folder), "init") == "pretrained":
+    config = flatten_settings(read_config(folder))
+    if config.get("init") == "pretrained":
         return "it started from pretrained weights"
     parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
-    config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {setting(source, "tokenizer.sha256") for source in data.values() if isinstance(source, dict)}
@@ -424,14 +420,13 @@ def read_ladder(path: Path) -> Ladder:
             raise ValueError("unknown format or version")
         rungs = [Rung(**{name: rung.get(name) for name in Rung.__annotations__}) for rung in values["rungs"]]
         ladder = Ladder(rungs, law_of(values["law"]))
-        problem = ladder.problem
+        if ladder.problem:
+            raise InputError(ladder.problem)
+        return ladder
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
-    if problem:
-        raise InputError(f"--ladder {path}: {problem}")
-    return ladder
 
 
 def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -> None:
@@ -455,8 +450,8 @@ def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -
         (predictions, "*", COLORS[1], 11, "predicted"),
     ):
         if points:
-            at, losses = zip(*((point.compute, point.loss) for point in points), strict=True)
-            panel.plot(at, losses, form, color=color, markersize=size, label=label)
+            at = [compute_of(point.parameters, point.tokens) for point in points]
+            panel.plot(at, [point.loss for point in points], form, color=color, markersize=size, label=label)
     style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")

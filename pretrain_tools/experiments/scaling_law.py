@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ class ScalingLaw:
         low, high = np.quantile(np.exp(logs), QUANTILES)
         return float(low), float(high)
 
-    @cached_property
+    @property
     def coefficients(self) -> dict[str, float]:
         """Coefficients E, A, alpha, B and beta."""
         e, p, q, alpha, beta = map(float, self.theta)
