@@ -16,6 +16,7 @@ from typing import Any
 
 from pretrain.errors import InputError, Problems, one_line
 from pretrain.files import ROOT
+from pretrain.hardware import DTYPES
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.benchmarks import mean_and_error
 from pretrain_tools.evaluation.core import score_core
@@ -33,7 +34,6 @@ from pretrain_tools.evaluation.task_names import (
 from pretrain_tools.runs.history import is_number
 
 BITS_PER_BYTE = "bits_per_byte"
-HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 
@@ -71,7 +71,7 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences all ranks except the main one."""
-    # The harness sees every rank as rank 0 (see SharedModel.answer_alone) and would print on all of them.
+    # The harness sees every rank as rank 0 (see SharedModel) and would print on all of them.
     if is_main:
         yield
         return
@@ -162,15 +162,13 @@ def score_tasks(
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=HARNESS_DTYPES[precision],
+            dtype=DTYPES.get(precision, "auto"),
             batch_size=batch_size,
             max_batch_size=64,
             trust_remote_code=trust_remote_code,
             # Never load pickles, which can execute code.
             use_safetensors=True,
         )
-        # Call this after the constructor, which needs the real rank.
-        model.answer_alone()
         if tasks.loaded:
             results = simple_evaluate(
                 model=model,
@@ -196,11 +194,9 @@ def _shared_model(strategy: Strategy) -> type:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
     class SharedModel(HFLM):
-        def answer_alone(self) -> None:
-            """Makes the harness see a single process, so that every rank builds all requests in the same order."""
-            # HFLM has no public setting for this.
-            self._rank = 0
-            self._world_size = 1
+        # The harness sees a single process, so that every rank builds all requests in the same order.
+        rank = 0
+        world_size = 1
 
     def shared(method: Callable) -> Callable:
         def answer(model: SharedModel, requests: list, disable_tqdm: bool = False) -> list:

@@ -15,7 +15,7 @@ from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
-from pretrain_tools.runs.history import Score, append_events, require_output, scores_of
+from pretrain_tools.runs.history import append_events, require_output, scores_of
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,6 @@ class ModelResults:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
             lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit})
         return lines
-
-    def scores(self) -> list[Score]:
-        """Returns all scores, except those of tasks in groups."""
-        return [score for line in self.lines() for score in scores_of(line)]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns this model's entry in the JSON file."""
@@ -148,7 +144,8 @@ def _heading(evaluation: ModelResults) -> str:
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     """Formats the table cells of a model: {(source or task, metric): value ± standard error}."""
     cells = {}
-    for score in evaluation.scores():
-        shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
-        cells[score.task + shots, score.metric] = score.text
+    for line in evaluation.lines():
+        for score in scores_of(line):
+            shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
+            cells[score.task + shots, score.metric] = score.text
     return cells
