@@ -139,7 +139,7 @@ def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tup
     differ.
     """
     problems = Problems()
-    configs = [problems.attempt(_config_of, address.folder, trusted) for address in addresses]
+    configs = [problems.attempt(config_of, address.folder, trusted) for address in addresses]
     saved = [SavedTensors(address.folder, prefix) for address in addresses]
     problems += [
         f"merge {address.name}: contains no safetensors files"
@@ -171,7 +171,8 @@ def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tup
     return TensorGroup(shapes, dict.fromkeys(shapes, torch.float32), mean), published
 
 
-def _config_of(folder: Path, trusted: bool) -> PreTrainedConfig:
+def config_of(folder: Path, trusted: bool) -> PreTrainedConfig:
+    """Loads a model folder's config. trusted: run the folder's own code."""
     if trusted:
         register_code_of(str(folder))
     return load_model_config(str(folder))
