@@ -256,10 +256,8 @@ def verify(place: str, public_key: Path | None) -> int:
     folder = folder if folder.is_dir() else download("--verify", place)
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)
-    if verifier is not None and is_signed:
-        problems += signature_problems(folder, verifier)
-    elif verifier is not None and not any(problem.startswith(SIGNATURE_FILE) for problem in problems):
-        problems.append(f"{SIGNATURE_FILE} is missing: the folder isn't signed")
+    if verifier is not None:
+        problems += [problem for problem in signature_problems(folder, verifier) if problem not in problems]
     if problems:
         print("\n".join(f"{place}: {printable(problem)}" for problem in problems))
         return EXIT_NOT_PUBLISHED
