@@ -44,13 +44,13 @@ class TaskSelection:
     names: list[str]
     core: list[BundleTask]
     """CORE tasks from DCLM's bundle."""
-    loaded: list[Any] = field(default_factory=list, repr=False)
+    loaded: list[Any] = field(default_factory=list)
     """lm_eval Task and Group objects."""
     manager: Any = None
     """The lm_eval TaskManager."""
-    tasks: dict[str, Any] = field(default_factory=dict, repr=False)
+    tasks: dict[str, Any] = field(default_factory=dict)
     """{name: Task}, including tasks in groups."""
-    groups: dict[str, Any] = field(default_factory=dict, repr=False)
+    groups: dict[str, Any] = field(default_factory=dict)
     """{name: Group}, including nested groups."""
 
 

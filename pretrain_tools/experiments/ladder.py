@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class LadderRun:
     parameters: int
     tokens: int
     loss: float
-    settings: Mapping[str, Any] = field(repr=False)
+    settings: Mapping[str, Any]
     """Settings that affect the loss, keyed by dotted path."""
 
 
