@@ -7,14 +7,16 @@ to vary, and those that it has chosen so far. The same command resumes a sweep.
 import json
 import math
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.processes import folder_lock
+from pretrain.processes import folder_lock, is_held, status_after
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.run_folder import read_json
 from pretrain.training.metrics import finite
@@ -25,7 +27,7 @@ from pretrain_tools.experiments.small_runs import (
     device_slots,
     failure_text,
     read_outcome,
-    train_runs,
+    start_training,
 )
 from pretrain_tools.experiments.sweep_plan import (
     TRIALS_FILE,
@@ -37,10 +39,12 @@ from pretrain_tools.experiments.sweep_plan import (
     refuse_duplicates,
     request_problems,
 )
+from pretrain_tools.runs.child_processes import signals_passed_on
 
 LOCK_OF_SWEEP = ".sweep.lock"
 SWEEP_RESULTS = "results.json"
 BEST_RECIPE = "best.yaml"
+POLL_SECONDS_OF_RUNS = 0.2
 
 
 @dataclass(frozen=True)
@@ -203,14 +207,14 @@ def run_sweep(
             print(f"warning: {caution}", file=sys.stderr)
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
-        if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
+        if status := sweep.train(slots):
             print(f"interrupted; run the same command to resume {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
 
 
 class Sweep:
-    """Schedules a sweep's runs. The state is read from the run folders, so a killed sweep can resume."""
+    """Trains a sweep's runs. The state is read from the run folders, so a killed sweep can resume."""
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
@@ -226,8 +230,39 @@ class Sweep:
     def runs(self) -> list[SmallRun]:
         return [run for point in self.points for run in point.runs]
 
-    def next_run(self, active: set[str]) -> SmallRun | None:
-        """Returns the next run to start, or None if none can start now; see `train_runs`."""
+    def train(self, slots: list[dict[str, str]]) -> int:
+        """Trains all runs that haven't finished, one per slot at a time.
+
+        Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status for
+        the signal.
+        """
+        training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
+        with signals_passed_on() as received:
+            for run in self.runs:
+                if is_held(run.log):
+                    text = "started by an earlier command and still training; waiting for it to finish"
+                    print(f"{run.name}: {text}", file=sys.stderr, flush=True)
+                while is_held(run.log) and not received:
+                    time.sleep(POLL_SECONDS_OF_RUNS)
+            while True:
+                for slot, (run, process) in list(training.items()):
+                    if process.poll() is not None:
+                        del training[slot]
+                        self._ended(run, process.returncode)
+                for slot, environment in enumerate(slots):
+                    if slot not in training and not received:
+                        run = self._next_run({run.name for run, _ in training.values()})
+                        # Slots are interchangeable, so no other slot can start a run either.
+                        if run is None:
+                            break
+                        print(f"{run.name}: training", file=sys.stderr, flush=True)
+                        training[slot] = run, start_training(run, environment)
+                if not training:
+                    return status_after(received[0]) if received else 0
+                time.sleep(POLL_SECONDS_OF_RUNS)
+
+    def _next_run(self, active: set[str]) -> SmallRun | None:
+        """Returns the next run to start, or None if none can start now. active: names of the runs in training."""
         while True:
             for run in self.runs:
                 is_open = run.name not in active and run.name not in self.failures
@@ -260,7 +295,7 @@ class Sweep:
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
-    def ended(self, run: SmallRun, status: int) -> None:
+    def _ended(self, run: SmallRun, status: int) -> None:
         """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
         if outcome.state == "finished":
