@@ -118,8 +118,11 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
     In language modeling, the answer is the only choice.
     """
     prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
-    start_token = _start_token(model.tokenizer)
-    tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
+    if model.prefix_token_id is None:
+        raise InputError(f"--tasks {CORE}: the tokenizer has no beginning-of-text token; add bos_token to its files")
+    tokens = [
+        [model.prefix_token_id, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts
+    ]
     shortest = min(map(len, tokens))
     if task.kind == "schema":  # different contexts, same continuation
         common = _common(ids[::-1] for ids in tokens)
@@ -146,13 +149,6 @@ def _common(sequences: Any) -> int:
     """Returns the length of the longest common prefix."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _start_token(tokenizer: Any) -> int:
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    raise InputError(f"--tasks {CORE}: the tokenizer has no beginning-of-text token; add bos_token to its files")
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
