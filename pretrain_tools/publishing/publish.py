@@ -152,14 +152,9 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
             print(f"{model.revision}: waiting for evaluation scores (see {log})", flush=True)
-            wait_until_free(log)
+            with suppress(OSError), open(log, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # returns when the evaluation has ended
             publish_model(arguments, model, staging, url)
-
-
-def wait_until_free(path: Path) -> None:
-    """Waits until no process holds a file locked by `processes.hold_while_open`."""
-    with suppress(OSError), open(path, "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
