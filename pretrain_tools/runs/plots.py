@@ -210,12 +210,10 @@ def diagnostics_panels(history: History) -> list[Panel]:
     from matplotlib import colormaps
 
     panels = []
+    events = history.of("diagnostics")
+    layers = dict.fromkeys(name for event in events for name in event["layers"])
     for measure, title in MEASURES.items():
-        rows = [
-            {"step": event["step"], **dict(zip(event["layers"], event[measure], strict=True))}
-            for event in history.of("diagnostics")
-        ]
-        layers = dict.fromkeys(name for event in history.of("diagnostics") for name in event["layers"])
+        rows = [{"step": event["step"], **dict(zip(event["layers"], event[measure], strict=True))} for event in events]
         points = {name: points_of(rows, "step", name) for name in layers}
         measured = [name for name in layers if points[name].size]
         lines = [
@@ -234,7 +232,7 @@ def points_of(events: Iterable[Event], position: str, *measures: str) -> NDArray
     """Returns an array [x, y, ...] of the events in which all these values are finite numbers."""
     names = (position, *measures)
     rows = [[event.get(name) for name in names] for event in events]
-    finite = [row for row in rows if all(is_number(value) and math.isfinite(value) for value in row)]
+    finite = [row for row in rows if all(map(is_number, row))]
     return np.array(finite, float).reshape(-1, len(names)).T
 
 
