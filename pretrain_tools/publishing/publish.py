@@ -54,25 +54,20 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     return 0
 
 
-def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the requested models. Appends problems with them and with --run to `problems`."""
+def find_models(arguments: Namespace) -> list[Model]:
+    """Finds the requested models. Raises InputError listing problems with them or with --run."""
     run = arguments.run
     if run is None:
-        problems.append("--run is required; pass a run folder, such as --run runs/x")
-    elif not (run / "config.yaml").is_file():
-        known = len(problems)
-        problems.attempt(refuse_url, str(run))
-        if len(problems) == known:
-            problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
-    elif not read_config(run):
-        problems.append(
+        raise InputError("--run is required; pass a run folder, such as --run runs/x")
+    if not (run / "config.yaml").is_file():
+        refuse_url(str(run))
+        raise InputError(f"--run {run}: not a run folder (it contains no config.yaml)")
+    if not read_config(run):
+        raise InputError(
             f"--run {run}: config.yaml is damaged or empty, so the card could not describe the training; restore it "
             "from a copy of the run, such as its mirror"
         )
-    else:
-        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        return problems.attempt(find_publishable, run, **wanted) or []
-    return []
+    return find_publishable(run, steps=arguments.checkpoint, milestones=arguments.milestones, final=arguments.final)
 
 
 def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
@@ -96,7 +91,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         problems += login_problems()
     if arguments.sign is not None:
         arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
-    models = find_models(arguments, problems)
+    models = problems.attempt(find_models, arguments) or []
     if output := arguments.output:
         problems.attempt(require_output, "--output", output)
         taken = [model.revision for model in models if (output / model.revision).exists()]
@@ -117,7 +112,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
         problems.append(f"--gguf {file}: already exists; use another name")
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
-    models = find_models(arguments, problems)
+    models = problems.attempt(find_models, arguments) or []
     # These modules import torch.
     from pretrain_tools.publishing.gguf_comparison import comparison_note, validation_text
     from pretrain_tools.publishing.gguf_file import check_convertible, write_gguf
