@@ -130,8 +130,7 @@ def _load(manager: Any, spec: str) -> list[Any]:
             f"--tasks {spec}: {', '.join(unsafe)} runs model-generated code; use the lm_eval command with "
             "--confirm_run_unsafe_code in a sandbox instead"
         )
-    groups = found.get("groups", {})
-    return [groups[spec]] if spec in groups else list(found["tasks"].values())
+    return [found["groups"][spec]] if spec in found["groups"] else list(found["tasks"].values())
 
 
 def score_tasks(
@@ -156,14 +155,13 @@ def score_tasks(
     """
     from lm_eval import simple_evaluate
 
-    batch_size = str(batch_size or ("auto" if strategy.device.type == "cuda" else 1))
     scores = []
     with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
             dtype=DTYPES.get(precision, "auto"),
-            batch_size=batch_size,
+            batch_size=str(batch_size or ("auto" if strategy.device.type == "cuda" else 1)),
             max_batch_size=64,
             trust_remote_code=trust_remote_code,
             # Never load pickles, which can execute code.
@@ -176,7 +174,6 @@ def score_tasks(
                 task_manager=tasks.manager,
                 num_fewshot=few_shots,
                 limit=limit,
-                batch_size=batch_size,
                 log_samples=False,
             )
             # The harness returns results only if LOCAL_RANK is 0.
