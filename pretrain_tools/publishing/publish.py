@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
-from pretrain.files import SIGNATURE_FILE, delete
+from pretrain.files import SIGNATURE_FILE
 from pretrain.processes import folder_lock, is_held
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
-from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, read_config, setting
+from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication, gaps_in_records
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import printable, provenance_problems, provenance_text
@@ -39,8 +39,8 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     try:
         if arguments.gguf is not None:
             write_gguf_file(arguments, Problems(problems))
-            return 0
-        publish_models(arguments, models_to_publish(arguments, Problems(problems)))
+        else:
+            publish_models(arguments, models_to_publish(arguments, Problems(problems)))
     except PublishError as failure:
         record(arguments, problem=str(failure))
         print(failure, file=sys.stderr)
@@ -124,11 +124,17 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     problems.stop_if_any()
     (model,) = models
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
-    with writing_to(file.parent), emptied(file.with_name(f".gguf-{file.name}")) as folder:
-        copy_model(model, folder, dtype)
-        note = comparison_note(folder, validation_text(arguments.run))
-        write_gguf(folder, folder / file.name, dtype, arguments.run.resolve().name)
-        (folder / file.name).rename(file)
+    folder = file.with_name(f".gguf-{file.name}")
+    with writing_to(file.parent), folder_lock(file.with_name(f".{file.name}.lock")):
+        shutil.rmtree(folder, ignore_errors=True)  # from a killed process
+        folder.mkdir()
+        try:
+            copy_model(model, folder, dtype)
+            note = comparison_note(folder, validation_text(arguments.run))
+            write_gguf(folder, folder / file.name, dtype, arguments.run.resolve().name)
+            (folder / file.name).rename(file)
+        finally:
+            shutil.rmtree(folder)
     print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
 
 
@@ -180,23 +186,6 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
     print(f"{model.revision}: uploaded to {url}/tree/{model.revision} as commit {commit[:12]}", flush=True)
     waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
     record(arguments, step=model.step, revision=model.revision, commit=commit)
-
-
-@contextmanager
-def emptied(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder without the files of a killed process, and removes it at the end.
-
-    Raises InputError if another process uses the folder.
-    """
-    folder.mkdir(exist_ok=True)
-    with folder_lock(folder / LOCK_FILE):
-        try:
-            for path in folder.iterdir():
-                if path.name != LOCK_FILE:
-                    delete(path)
-            yield folder
-        finally:
-            shutil.rmtree(folder)
 
 
 @contextmanager
