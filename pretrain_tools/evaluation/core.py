@@ -15,18 +15,11 @@ from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
 from pretrain.training.benchmarks import mean_and_error
 from pretrain_tools.evaluation.results import TaskScore, mean_of_means
-from pretrain_tools.evaluation.task_names import CORE, BundleTask
+from pretrain_tools.evaluation.task_names import CORE, CORE_FIELDS, BundleTask
 
 CENTERED = "centered_acc"
 ORDER_SEED = 1337
 EXAMPLES_SEED = 1234
-FIELDS = {
-    "multiple_choice": ("query", "gold", "choices"),
-    "schema": ("continuation", "gold", "context_options"),
-    "language_modeling": ("context", "continuation"),
-}
-"""{task type: fields of its items}. The last field contains the answers, or the only answer. `gold` is the index of
-the correct choice."""
 ITEMS_AT_ONCE = 2000
 """Number of items to tokenize at a time."""
 
@@ -71,7 +64,7 @@ def read_items(task: BundleTask) -> list[Item]:
         for number, line in enumerate(file, 1):
             try:
                 item = json.loads(line)
-                *_, answers = (item[name] for name in FIELDS[task.kind])
+                *_, answers = (item[name] for name in CORE_FIELDS[task.kind])
                 if not 0 <= item.get("gold", 0) < len(answers):
                     raise ValueError("no correct answer")
             except (ValueError, KeyError, TypeError) as error:

@@ -38,7 +38,13 @@ CORE_SHOTS = {
 }  # fmt: skip
 """{CORE task: number of few-shot examples} (arXiv 2406.11794). The tasks are low_variance_datasets in DCLM's
 eval/additional_aggregation.json, and the numbers are from nanochat's core.yaml."""
-CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
+CORE_FIELDS = {
+    "multiple_choice": ("query", "gold", "choices"),
+    "schema": ("continuation", "gold", "context_options"),
+    "language_modeling": ("context", "continuation"),
+}
+"""{task type: fields of its items}. The last field contains the answers, or the only answer. `gold` is the index of
+the correct choice."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class BundleTask:
 
     def is_usable(self, few_shots: int) -> bool:
         """Returns True if the task has this number of few-shot examples, a known type, a baseline and a file."""
-        is_known = self.few_shots == few_shots and self.kind in CORE_KINDS
+        is_known = self.few_shots == few_shots and self.kind in CORE_FIELDS
         return is_known and 0 <= self.baseline < 1 and self.file.is_file()
 
 
