@@ -92,21 +92,17 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     """
     if mesh == "all":
         return [named(each.sizes) for each in products(processes) if each.ep == 1 or has_experts]
-    sizes: dict[str, int] = {}
-    for word in mesh.split(","):
-        dimension, _, size = word.strip().partition("=")
-        if dimension not in DIMENSIONS or not re.fullmatch(r"[1-9]\d*", size):
-            raise InputError(
-                f"--mesh: {word} is invalid; use all, or sizes for {', '.join(DIMENSIONS)}, such as dp_shard=2,tp=2"
-            )
-        sizes[dimension] = int(size)
-    given = Sizes(**sizes)
-    if "dp_shard" not in sizes and processes % given.world == 0:
-        given = Sizes(**sizes, dp_shard=processes // given.world)
-    if processes == 1 or given.world != processes or given.fsdp * given.tp % given.ep:
+    given = sizes_called(mesh.replace(" ", "").replace("=", "").replace(",", "-"))
+    if given is None:
         raise InputError(
-            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes, "
-            "which must be at least 2 (ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
+            f"--mesh: {mesh} is invalid; use all, or sizes for {', '.join(DIMENSIONS)}, such as dp_shard=2,tp=2"
+        )
+    if "dp_shard" not in mesh and processes % given.world == 0:
+        given.dp_shard = processes // given.world
+    if given.world != processes or given.fsdp * given.tp % given.ep:
+        raise InputError(
+            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes "
+            "(ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
         )
     return [named(given)]
 
