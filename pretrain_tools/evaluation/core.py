@@ -6,6 +6,7 @@ nanochat's published scores.
 
 import itertools
 import json
+import math
 import random
 from typing import Any
 
@@ -40,7 +41,7 @@ def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float |
         items = read_items(task)
         count = len(items)
         if limit is not None:
-            count = min(count, int(limit) if limit >= 1 else -int(-limit * count // 1))
+            count = min(count, int(limit) if limit >= 1 else math.ceil(limit * count))
             # As in nanochat, examples come from these items, but there must be enough of them.
             items = items[: max(count, task.few_shots + 1)]
         right = answers_right(model, task, items, count, ranks)
