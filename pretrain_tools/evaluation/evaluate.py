@@ -218,16 +218,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
             torch.cuda.empty_cache()
         if tasks is not None:
             result.limit = arguments.limit
-            result.tasks += score_tasks(
-                folder,
-                tasks,
-                strategy,
-                few_shots=arguments.num_fewshot,
-                limit=arguments.limit,
-                batch_size=arguments.batch_size,
-                precision=arguments.precision,
-                trust_remote_code=arguments.trust_remote_code,
-            )
+            result.tasks += score_tasks(folder, tasks, strategy, arguments)
     result.seconds = time.perf_counter() - started
     return result
 

@@ -4,6 +4,7 @@ The scores don't depend on the number of processes: every rank builds all reques
 answers. With several processes, the harness itself would sample different few-shot examples.
 """
 
+import argparse
 import contextlib
 import io
 import logging
@@ -134,24 +135,11 @@ def _load(manager: Any, spec: str) -> list[Any]:
 
 
 def score_tasks(
-    folder: Path,
-    tasks: TaskSelection,
-    strategy: Strategy,
-    *,
-    few_shots: int | None = None,
-    limit: float | None = None,
-    batch_size: int | str | None = None,
-    precision: str = "auto",
-    trust_remote_code: bool = False,
+    folder: Path, tasks: TaskSelection, strategy: Strategy, arguments: argparse.Namespace
 ) -> list[TaskScore]:
     """Scores a model folder. Must be called on all ranks, and returns all scores on each.
 
-    Args:
-        few_shots: number of few-shot examples; None for the task's default.
-        limit: number of documents per task, or a fraction below 1.
-        batch_size: sequences per forward pass; "auto" for the largest that fits; None for auto on a GPU and 1 on a
-            CPU.
-        precision: dtype of the weights: auto (as saved), bf16, fp16 or fp32.
+    arguments: num_fewshot, limit, batch_size, precision and trust_remote_code, as in evaluate.py.
     """
     from lm_eval import simple_evaluate
 
@@ -160,10 +148,10 @@ def score_tasks(
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=DTYPES.get(precision, "auto"),
-            batch_size=str(batch_size or ("auto" if strategy.device.type == "cuda" else 1)),
+            dtype=DTYPES.get(arguments.precision, "auto"),
+            batch_size=str(arguments.batch_size or ("auto" if strategy.device.type == "cuda" else 1)),
             max_batch_size=64,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=arguments.trust_remote_code,
             # Never load pickles, which can execute code.
             use_safetensors=True,
         )
@@ -172,15 +160,15 @@ def score_tasks(
                 model=model,
                 tasks=list(tasks.loaded),
                 task_manager=tasks.manager,
-                num_fewshot=few_shots,
-                limit=limit,
+                num_fewshot=arguments.num_fewshot,
+                limit=arguments.limit,
                 log_samples=False,
             )
             # The harness returns results only if LOCAL_RANK is 0.
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
         if tasks.core:  # must come last, because it changes the model's softmax to fp32
-            scores += score_core(model, tasks.core, strategy.ranks, limit)
+            scores += score_core(model, tasks.core, strategy.ranks, arguments.limit)
     return scores
 
 
