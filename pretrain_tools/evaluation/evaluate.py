@@ -42,7 +42,6 @@ from pretrain_tools.evaluation.shard_loss import (
     open_evaluation_shards,
     run_config_of,
     settings_for,
-    tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
 from pretrain_tools.runs.history import read_end
@@ -174,11 +173,7 @@ def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
     """Adds the shards and their settings to a job. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
-    job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
-    problems = Problems()
-    for reader in job.readers.values():
-        problems += tokenizer_problems(job.address, job.config, reader.manifest)
-    problems.stop_if_any()
+    job.readers = open_evaluation_shards(job.address, job.config, job.settings.window, arguments)
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
