@@ -33,8 +33,8 @@ FAR_COMPUTE = 8.0
 """Predictions beyond this multiple of the largest run's compute get a warning."""
 MOSTLY_PRIOR = 0.5
 """An exponent isn't determined by the runs if its standard deviation exceeds this fraction of the prior's."""
-IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
-              "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
+IRRELEVANT = ("seed", "output", "branch_from", "model", "budget", "samples", "diagnostics", "benchmarks", "checkpoint",
+              "logging", "interval_scale", "energy", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
 """Settings that barely affect the final loss. They are ignored when runs are compared."""

@@ -33,6 +33,7 @@ def write_ladder_run(
     optim = {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, **optim}
     settings = {"seed": seed, "output": str(folder), "data": {"sequence_length": 64}, "optim": optim}
     settings |= {"batch": {"tokens_per_step": batch}} if batch else {}
+    settings |= {"diagnostics": {"every_steps": seed}, "energy": {"carbon_grams_per_kwh": seed}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "data.json").write_text(json.dumps({"data/x": {"tokenizer": {"sha256": tokenizer}}}))
     lines = [{"event": "start", "step": 0, "total_steps": 10}]
