@@ -25,11 +25,8 @@ BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
 """Events that can repeat a measurement at the same step. Only the last one is used, preferably one without --limit."""
-NO_MEASURES = {
-    "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
-    "evaluated_tokens",
-}  # fmt: skip
-"""Keys of an `evaluation` event that aren't scores."""
+NO_MEASURES = {"step", "tokens", "few_shots", "time", "hours", "samples", "limit", "evaluated_tokens"}
+"""Keys of an `evaluation` event whose numbers aren't scores."""
 CONTAMINATION_KEYS = {"benchmark", "items", "sought", "found", "documents", "remove"}
 """Keys of a row in data.json's contamination (see data/data_record.py)."""
 END_BYTES = 1 << 19
