@@ -35,7 +35,7 @@ from pretrain_tools.evaluation.task_names import (
 from pretrain_tools.runs.history import is_number
 
 BITS_PER_BYTE = "bits_per_byte"
-BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
+BOOKKEEPING = ("sample_len", "sample_count")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ import yaml
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.registry import TASKS, load_extensions
 
-BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
-BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
+BASE_TASKS = (
+    "hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "lambada_openai", "boolq", "sciq", "openbookqa",
+    "blimp",
+)  # fmt: skip
 """Tasks in the set `base`, for base models."""
 SMALL_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa", "social_iqa", "sciq", "lambada_openai")
 """Tasks in the set `small`, from the base-easy suite of OLMo 3 (arXiv 2512.13961). Bits per byte of the correct answer
@@ -85,7 +87,7 @@ def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path 
             # The harness has 14,000 names, which are too many to list.
             near = near if near.startswith("; did") else "; run `lm_eval ls tasks` to list all"
             problems.append(f"--tasks {name}: no such task, group, set or .yaml file{near}")
-    return list(problems)
+    return problems
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
