@@ -68,17 +68,15 @@ class BundleTask:
         return is_known and 0 <= self.baseline < 1 and self.file.is_file()
 
 
-def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
+def task_problems(tasks: list[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
     """Lists problems with task names and task folders."""
     problems = Problems()
-    tasks = list(tasks)
     if CORE in tasks:
         problems.attempt(core_tasks, bundle)
-    tasks = [name for name in tasks if name != CORE]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"--include_path {include_path}: contains no .yaml file with a task or a group")
     # Skip known tasks, because building the harness's index takes 10 seconds.
-    questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
+    questioned = [name for name in tasks if name not in {CORE, *TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
     manager = manager_of(names, include_path) if names else None
     for name in questioned:
