@@ -201,11 +201,10 @@ def _shared_model(strategy: Strategy) -> type:
 
 
 def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
-    groups = results.get("groups", {})
-    grouped = {part for group in groups for part in results["group_subtasks"].get(group, ())}
+    grouped = {part for group in results.get("groups", ()) for part in results["group_subtasks"][group]}
     bits = _bits_per_byte(tasks)
     scores = []
-    for task, row in {**results["results"], **groups}.items():
+    for task, row in results["results"].items():  # includes the groups
         # 'acc,none' becomes 'acc'. Keep other filters in the name, because they define a different metric.
         measures = {
             key.removesuffix(",none"): value if is_number(value) else None
