@@ -246,7 +246,7 @@ def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     if not isinstance(measures, dict) or not all(isinstance(value, int | float) for value in measures.values()):
         raise InputError(f"--tasks {name}: must return {{metric: number}}, but returned {shortened(repr(measures))}")
     code = digest_of([Path(sys.modules[evaluation.__module__].__file__)])
-    return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code)
+    return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code, uses_limit=False)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -30,6 +30,8 @@ class TaskScore:
     version: str | None
     is_part: bool = False
     """True for a task in a scored group, unless the task was requested by name."""
+    uses_limit: bool = True
+    """False for a task from an extension, which ignores --limit."""
 
 
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
@@ -67,7 +69,8 @@ class ModelResults:
             lines.append({**about, "source": source, **part, **measured})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
-            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit})
+            limit = self.limit if score.uses_limit else None
+            lines.append({**about, "task": score.task, **score.measures, **how, "limit": limit})
         return lines
 
     def as_dict(self) -> dict[str, Any]:
