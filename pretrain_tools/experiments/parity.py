@@ -69,9 +69,8 @@ class StrategyOutcome:
 
 
 def strategy_names() -> list[str]:
-    """Returns the names of the files in accelerate_configs/, starting with REFERENCE."""
-    names = (path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-    return sorted(names, key=lambda name: (name != REFERENCE, name))
+    """Returns the names of the files in accelerate_configs/."""
+    return sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 
 
 def named(sizes: Sizes) -> str:
@@ -133,7 +132,7 @@ def compare_strategies(
     if mesh and processes > 1:
         experts = sizes_of(planned_model_config(config)).experts
         names += products_asked_for(mesh, processes, has_experts=experts > 0)
-    names = [REFERENCE, *(name for name in names if name != REFERENCE)]
+    names = list(dict.fromkeys([REFERENCE, *names]))
     known = strategy_names()
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = Problems(f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown)
