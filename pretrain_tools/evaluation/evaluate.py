@@ -204,9 +204,8 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
     """Runs all requested evaluations for a model."""
     started = time.perf_counter()
-    result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:
-        measure_loss(folder, job, result, arguments, strategy)
+        result = measure_loss(folder, job, arguments, strategy)
         # Free this copy, because the harness loads the model again.
         gc.collect()
         if strategy.device.type == "cuda":
@@ -218,13 +217,11 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     return result
 
 
-def measure_loss(
-    folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
-) -> None:
-    """Adds the parameter count, the sample, the losses and the scores of extension tasks to `result`."""
+def measure_loss(folder: Path, job: Job, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
+    """Returns the parameter count, the sample, the losses and the scores of extension tasks."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
-    result.parameters = sum(parameter.numel() for parameter in model.parameters())
+    result = ModelResults(job.address, sum(parameter.numel() for parameter in model.parameters()))
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
@@ -236,6 +233,7 @@ def measure_loss(
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
         settings = asdict(job.settings)
         result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
+    return result
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
