@@ -221,7 +221,7 @@ def measure_loss(folder: Path, job: Job, arguments: argparse.Namespace, strategy
     """Returns the parameter count, the sample, the losses and the scores of extension tasks."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
-    result = ModelResults(job.address, sum(parameter.numel() for parameter in model.parameters()))
+    result = ModelResults(job.address, model.num_parameters())
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
