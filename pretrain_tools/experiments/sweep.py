@@ -126,7 +126,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     """Describes the best combination, and whether it is significantly better than the next."""
-    from scipy.stats import t
+    from scipy.stats import ttest_rel
 
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
@@ -138,10 +138,9 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     if len(best.losses) == 1:
         return f"{text}, {gap:.4f} below the next best. With one seed, this may be noise; try --seeds 3."
     # Runs with the same seed share initial weights and data order, so use paired differences, which vary less.
-    differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
-    half = t.ppf(0.95, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    sure = "" if gap > half else ", not significant"
-    over = f"90% interval {gap - half:.4f} to {gap + half:.4f} over {len(differences)} seeds"
+    low, high = ttest_rel(second.losses, best.losses).confidence_interval(0.9)
+    sure = "" if low > 0 else ", not significant"
+    over = f"90% interval {low:.4f} to {high:.4f} over {len(best.losses)} seeds"
     return f"{text}, {gap:.4f} below the next best ({over}){sure}."
 
 
