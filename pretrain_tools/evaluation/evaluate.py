@@ -1,7 +1,6 @@
 """Runs evaluate.py: checks all inputs, then evaluates the models one by one."""
 
 import argparse
-import gc
 import math
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -207,9 +207,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     with weights_of(job.address) as folder:
         result = measure_loss(folder, job, arguments, strategy)
         # Free this copy, because the harness loads the model again.
-        gc.collect()
-        if strategy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        clear_device_cache(garbage_collection=True)
         if tasks is not None:
             result.limit = arguments.limit
             result.tasks += score_tasks(folder, tasks, strategy, arguments)
