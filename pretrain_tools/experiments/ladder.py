@@ -307,7 +307,7 @@ def read_prediction(text: str) -> tuple[str, int, int]:
         work = work_of_run(config, planned_model_config(config))
         return text, work.non_embedding, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
-    numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
+    numbers = {key.strip(): parse_count(value) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
         raise InputError(f"--predict {text}: must be a recipe, or sizes such as parameters=30M,tokens=600M")
     return text, numbers["parameters"], numbers["tokens"]
