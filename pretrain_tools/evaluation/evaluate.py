@@ -25,13 +25,13 @@ from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.registry import TASKS, digest_of
 from pretrain.training.background_jobs import numbers_of
+from pretrain.training.metrics import finite
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain_tools.evaluation.results import (
     ModelResults,
     TaskScore,
-    append_to_run,
     print_table,
     require_writable,
     write_results,
@@ -44,7 +44,7 @@ from pretrain_tools.evaluation.shard_loss import (
     settings_for,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
-from pretrain_tools.runs.history import read_end
+from pretrain_tools.runs.history import append_events, read_end
 from pretrain_tools.runs.status import is_training
 
 HELP = """Type some text and press Enter; \\n is a new line. The model continues your text as if it were a document.
@@ -88,7 +88,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         if strategy.ranks.is_main:
             # Save after each model, because the next one may take hours or crash.
             if evaluation.address.run is not None and evaluation.address.weights == "raw":
-                append_to_run(evaluation)
+                append_events(evaluation.address.run, map(finite, evaluation.lines()))
                 track(evaluation)
             if arguments.output:
                 try:

@@ -15,7 +15,7 @@ from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
-from pretrain_tools.runs.history import append_events, require_output, scores_of
+from pretrain_tools.runs.history import require_output, scores_of
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,6 @@ class ModelResults:
             "seconds": round(self.seconds, 1),
         }
         return finite(contents)
-
-
-def append_to_run(evaluation: ModelResults) -> None:
-    """Appends the scores to the run's metrics.jsonl."""
-    run = evaluation.address.run
-    try:
-        append_events(run, map(finite, evaluation.lines()))
-    except OSError as error:  # a full disk must not abort a long evaluation
-        print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
 def require_writable(path: Path) -> None:

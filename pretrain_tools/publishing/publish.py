@@ -204,10 +204,7 @@ def record(arguments: Namespace, **facts: object) -> None:
     """Records the outcome of an upload in the run's metrics.jsonl, if train.py started it."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
-        try:
-            append_events(arguments.run, [event])
-        except OSError as error:
-            print(f"the upload couldn't be recorded in metrics.jsonl ({error})", file=sys.stderr)
+        append_events(arguments.run, [event])
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:

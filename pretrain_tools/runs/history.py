@@ -10,6 +10,7 @@ import math
 import os
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from glob import glob
@@ -236,14 +237,17 @@ def _is_data_record(record: object) -> bool:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Appends events to metrics.jsonl, even while the run is writing to it. Raises OSError."""
+    """Appends events to metrics.jsonl, even while the run is writing to it. If that fails, prints a warning."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
-    with open(run / METRICS_FILE, "a+b", buffering=0) as file:
-        size = file.tell()
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            text = "\n" + text  # the last line was truncated by a crash
-        # A single unbuffered write in append mode can't interleave with other processes' lines.
-        file.write(text.encode())
+    try:
+        with open(run / METRICS_FILE, "a+b", buffering=0) as file:
+            size = file.tell()
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                text = "\n" + text  # the last line was truncated by a crash
+            # A single unbuffered write in append mode can't interleave with other processes' lines.
+            file.write(text.encode())
+    except OSError as error:  # a full disk must not abort a long evaluation or an upload
+        print(f"warning: cannot append to {run / METRICS_FILE} ({error})", file=sys.stderr)
 
 
 def count_hours(events: list[Event]) -> None:
