@@ -80,7 +80,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     saved_in_bf16 = tasks is not None and any(job.config.dtype == torch.bfloat16 for job in jobs)
     in_bf16 = arguments.precision == "bf16" or (arguments.precision == "auto" and saved_in_bf16)
     if strategy.ranks.is_main and in_bf16 and (problem := emulation_of_bf16(strategy.device)):
-        print(f"warning: {problem}; use --precision fp32", file=sys.stderr, flush=True)
+        print(f"warning: {problem}; use --precision fp32", file=sys.stderr)
     evaluations: list[ModelResults] = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)

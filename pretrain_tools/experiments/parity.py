@@ -162,7 +162,7 @@ def compare_strategies(
     for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
-        print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr)
         with signals_handled(end):
             outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:

@@ -205,7 +205,7 @@ def run_sweep(
         for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
         runs = counted((request.search or len(points)) * request.seeds, "run")
-        print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
+        print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr)
         if status := sweep.train(slots):
             print(f"interrupted; run the same command to resume {request.output}", file=sys.stderr)
             return status
@@ -240,7 +240,7 @@ class Sweep:
             for run in self.runs:
                 if is_held(run.log):
                     text = "started by an earlier command and still training; waiting for it to finish"
-                    print(f"{run.name}: {text}", file=sys.stderr, flush=True)
+                    print(f"{run.name}: {text}", file=sys.stderr)
                 while is_held(run.log) and not received:
                     time.sleep(POLL_SECONDS_OF_RUNS)
             while True:
@@ -254,7 +254,7 @@ class Sweep:
                         # Slots are interchangeable, so no other slot can start a run either.
                         if run is None:
                             break
-                        print(f"{run.name}: training", file=sys.stderr, flush=True)
+                        print(f"{run.name}: training", file=sys.stderr)
                         training[slot] = run, start_training(run, environment)
                 if not training:
                     return status_after(received[0]) if received else 0
@@ -304,7 +304,7 @@ class Sweep:
         else:
             self.failures[run.name] = failure_text(run, outcome, status)
             text = f"ended early: {self.failures[run.name]}; see {run.log}"
-        print(f"{run.name}: {text}", file=sys.stderr, flush=True)
+        print(f"{run.name}: {text}", file=sys.stderr)
 
     def results(self) -> list[PointResult]:
         """Returns the results of all points."""

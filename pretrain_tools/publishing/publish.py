@@ -135,7 +135,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
             (folder / file.name).rename(file)
         finally:
             shutil.rmtree(folder)
-    print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
+    print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}")
 
 
 def publish_models(arguments: Namespace, models: list[Model]) -> None:
@@ -216,7 +216,7 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
             if attempt == 1:
                 record(arguments, problem=f"{failure}; retrying")
             wait = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr, flush=True)
+            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr)
             time.sleep(wait)
     return act()
 
