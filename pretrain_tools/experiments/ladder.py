@@ -346,9 +346,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     base.parent.mkdir(parents=True, exist_ok=True)
     backtest = ladder.backtest()
     print(ladder_text(ladder, backtest, predictions, left_out))
-    values = ladder_values(ladder, backtest, predictions)
     files = [base.with_name(f"{base.name}{ending}") for ending in (".json", ".png")]
-    write_durably(files[0], json.dumps(values, indent=1) + "\n")
+    write_durably(files[0], json.dumps(ladder_values(ladder, backtest, predictions), indent=1) + "\n")
     draw_ladder(ladder, predictions, files[1])
     print(*files, sep="\n")
 

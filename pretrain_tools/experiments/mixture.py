@@ -75,8 +75,7 @@ def run_mixture(
                 "all runs, including the one with the recipe's own weights",
                 file=sys.stderr,
             )
-    candidates = candidate_weights(own, count)
-    texts = tuple(as_setting(sources, weights) for weights in candidates)
+    texts = tuple(as_setting(sources, weights) for weights in candidate_weights(own, count))
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
     request = SweepRequest(recipe, (Axis("data.train", texts),), tuple(changes), seeds, None, output, labels)
     return run_sweep(request, parallel, report_mixture)

@@ -134,8 +134,11 @@ def compare_strategies(
         names += products_asked_for(mesh, processes, has_experts=experts > 0)
     names = list(dict.fromkeys([REFERENCE, *names]))
     known = strategy_names()
-    unknown = [name for name in names if name not in known and sizes_called(name) is None]
-    problems = Problems(f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown)
+    problems = Problems(
+        f"--strategies: {name} is unknown{did_you_mean(name, known)}"
+        for name in names
+        if name not in known and sizes_called(name) is None
+    )
     problems.attempt(require_output, "--output", output)
     if processes < 2:
         problems.append(

@@ -38,8 +38,8 @@ def write_materials(facts: Facts, folder: Path) -> None:
     bill = bill_of_materials(facts, {path.name: sha256_of(path) for path in sorted(folder.iterdir())})
     # Derive the UUID from the content, so that the file is reproducible.
     serial = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(bill))
-    named = {"serialNumber": f"urn:uuid:{serial}", "version": 1}
-    text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
+    contents = {**MATERIALS_FORMAT, "serialNumber": f"urn:uuid:{serial}", "version": 1, **bill}
+    text = json.dumps(contents, indent=1, ensure_ascii=False) + "\n"
     (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
 

@@ -143,9 +143,8 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
     staging = arguments.output or arguments.run / STAGING
     with writing_to(staging):
         staging.mkdir(parents=True, exist_ok=True)
-    url = ""
-    if not arguments.dry_run:
-        url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
+    act = partial(open_repository, arguments.repo, private=arguments.private)
+    url = "" if arguments.dry_run else retry(arguments, act)
     for model in models:
         publish_model(arguments, model, staging, url)
     # Evaluation can take hours, so the model is uploaded first.
