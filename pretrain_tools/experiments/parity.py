@@ -235,15 +235,14 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
-    port = str(get_free_port())
+    together = f"--num_machines {processes} --main_process_ip 127.0.0.1 --main_process_port {get_free_port()}"
     script = command.index(SCRIPT)
     launches = []
     for rank in range(processes):
-        machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        options = f"{together} --machine_rank {rank}".split()
         # NCCL treats ranks with different host IDs as different machines.
         environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        launches.append(([*command[:script], *machine, *address, *command[script:]], environment))
+        launches.append(([*command[:script], *options, *command[script:]], environment))
     return run_together(launches, log)
 
 
