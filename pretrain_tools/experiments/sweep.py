@@ -187,7 +187,7 @@ def best_recipe(request: SweepRequest, best: PointResult) -> str:
 def run_sweep(
     request: SweepRequest,
     parallel: int | None,
-    report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
+    report: Callable[[SweepRequest, list[PointResult]], int] = report_sweep,
 ) -> int:
     """Trains a sweep's unfinished runs and reports all results. Returns the exit status: 1 if no combination finished.
 
