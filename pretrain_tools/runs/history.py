@@ -78,20 +78,20 @@ class History:
 
     folder: Path
     events: list[Event] = field(repr=False)
-    joules: float | None = None
-    """Energy of all logged steps, including repeated ones; None if not logged."""
+    joules: float = 0.0
+    """Energy of all logged steps, including repeated ones; 0 if not logged."""
 
     @classmethod
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
         """Builds a history from logged events. Adds `hours` to them in place."""
         count_hours(logged)
-        joules = [event["joules"] for event in measured(logged, "joules")]
-        return cls(folder, current_events(logged), sum(joules) if joules else None)
+        joules = sum(event["joules"] for event in measured(logged, "joules"))
+        return cls(folder, current_events(logged), joules)
 
     @property
     def energy(self) -> str | None:
         """Energy of all logged steps as text, with the emissions if their intensity is set; None if not logged."""
-        if self.joules is None:
+        if not self.joules:
             return None
         grid = setting(read_config(self.folder), "energy.carbon_grams_per_kwh")
         return energy_text(self.joules, self.last("start").get("energy"), grid)
