@@ -219,20 +219,23 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
         scores.append(
             TaskScore(task, measures, few_shots, samples, None if version is None else str(version), is_part)
         )
-    return scores + ([_mean_of_small(scores)] if "small" in tasks.names else [])
+    return scores + (_mean_of_small(scores) if "small" in tasks.names else [])
 
 
-def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
+def _mean_of_small(scores: list[TaskScore]) -> list[TaskScore]:
+    """Returns the mean of the set `small`, or [] with a warning if a task has no bits per byte."""
     parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
     # A task in --include_path may override a harness task with the same name.
     if len(parts) < len(SMALL_TASKS):
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
-        raise InputError(
-            f"--tasks small: {missing} in --include_path does not score a correct answer as a continuation, so there "
-            "is no mean over all tasks; pass the tasks by name instead"
+        print(
+            f"warning: --tasks small: {missing} in --include_path does not score a correct answer as a continuation, "
+            "so there is no mean over all tasks",
+            file=sys.stderr,
         )
+        return []
     samples = sum(score.samples for score in parts)
-    return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)
+    return [TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)]
 
 
 def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import shutil
 import statistics
 from argparse import Namespace
 
@@ -247,3 +248,11 @@ def test_tasks_with_several_correct_answers_have_no_bits_per_byte(model_folder, 
     (tmp_path / "several.yaml").write_text(yaml.safe_dump(task))
     (score,) = scored(model_folder, ["several"], tmp_path)
     assert score.measures["acc"] == 1 and "bits_per_byte" not in score.measures
+
+
+def test_a_set_without_a_mean_keeps_its_scores(model_folder, small_tasks, tmp_path, capsys):
+    own = shutil.copytree(small_tasks[0], tmp_path / "own")
+    task = yaml.safe_load((own / "piqa.yaml").read_text()) | {"doc_to_target": "{{[0, 1]}}"}
+    (own / "piqa.yaml").write_text(yaml.safe_dump(task))
+    assert {score.task for score in scored(model_folder, ["small"], own)} == set(SMALL_TASKS)
+    assert "warning: --tasks small: piqa in --include_path does not score" in capsys.readouterr().err
