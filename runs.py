@@ -111,7 +111,7 @@ def add_experiments(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     command = add_command(commands, "parity", "pretrain_tools.experiments.parity:compare_strategies", epilog)
     command.add_argument("--config", dest="recipe", type=Path, required=True, metavar="RECIPE", help="recipe to train")
-    command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
+    command.add_argument("--steps", type=natural, default=50, help="optimizer steps per run (default: 50)")
     text = "comma-separated names from accelerate_configs/ (default: all, or none with --mesh)"
     command.add_argument("--strategies", help=text)
     text = "also train combinations of mesh dimensions: all, or a single one such as dp_shard=2,tp=2"

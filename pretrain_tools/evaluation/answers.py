@@ -7,7 +7,6 @@ a warning.
 """
 
 import argparse
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
     ids, *of_answers = zip(*answers, strict=True)
     return Requests(
         tasks,
-        np.array(list(itertools.chain.from_iterable(ids)), np.int32),
+        np.concatenate(ids, dtype=np.int32),
         np.cumsum(list(map(len, ids))),
         *map(np.array, of_answers),
         np.array(question_ends),

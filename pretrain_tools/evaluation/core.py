@@ -6,6 +6,7 @@ nanochat's published scores.
 
 import itertools
 import json
+import math
 import random
 from typing import Any
 
@@ -15,18 +16,11 @@ from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
 from pretrain.training.benchmarks import mean_and_error
 from pretrain_tools.evaluation.results import TaskScore, mean_of_means
-from pretrain_tools.evaluation.task_names import CORE, BundleTask
+from pretrain_tools.evaluation.task_names import CORE, CORE_FIELDS, BundleTask
 
 CENTERED = "centered_acc"
 ORDER_SEED = 1337
 EXAMPLES_SEED = 1234
-FIELDS = {
-    "multiple_choice": ("query", "gold", "choices"),
-    "schema": ("continuation", "gold", "context_options"),
-    "language_modeling": ("context", "continuation"),
-}
-"""{task type: fields of its items}. The last field contains the answers, or the only answer. `gold` is the index of
-the correct choice."""
 ITEMS_AT_ONCE = 2000
 """Number of items to tokenize at a time."""
 
@@ -47,7 +41,7 @@ def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float |
         items = read_items(task)
         count = len(items)
         if limit is not None:
-            count = min(count, int(limit) if limit >= 1 else -int(-limit * count // 1))
+            count = min(count, int(limit) if limit >= 1 else math.ceil(limit * count))
             # As in nanochat, examples come from these items, but there must be enough of them.
             items = items[: max(count, task.few_shots + 1)]
         right = answers_right(model, task, items, count, ranks)
@@ -71,7 +65,7 @@ def read_items(task: BundleTask) -> list[Item]:
         for number, line in enumerate(file, 1):
             try:
                 item = json.loads(line)
-                *_, answers = (item[name] for name in FIELDS[task.kind])
+                *_, answers = (item[name] for name in CORE_FIELDS[task.kind])
                 if not 0 <= item.get("gold", 0) < len(answers):
                     raise ValueError("no correct answer")
             except (ValueError, KeyError, TypeError) as error:
@@ -118,8 +112,11 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
     In language modeling, the answer is the only choice.
     """
     prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
-    start_token = _start_token(model.tokenizer)
-    tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
+    if model.prefix_token_id is None:
+        raise InputError(f"--tasks {CORE}: the tokenizer has no beginning-of-text token; add bos_token to its files")
+    tokens = [
+        [model.prefix_token_id, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts
+    ]
     shortest = min(map(len, tokens))
     if task.kind == "schema":  # different contexts, same continuation
         common = _common(ids[::-1] for ids in tokens)
@@ -146,13 +143,6 @@ def _common(sequences: Any) -> int:
     """Returns the length of the longest common prefix."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _start_token(tokenizer: Any) -> int:
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    raise InputError(f"--tasks {CORE}: the tokenizer has no beginning-of-text token; add bos_token to its files")
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:

@@ -1,7 +1,6 @@
 """Runs evaluate.py: checks all inputs, then evaluates the models one by one."""
 
 import argparse
-import gc
 import math
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -25,13 +25,13 @@ from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.registry import TASKS, digest_of
 from pretrain.training.background_jobs import numbers_of
+from pretrain.training.metrics import finite
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain_tools.evaluation.results import (
     ModelResults,
     TaskScore,
-    append_to_run,
     print_table,
     require_writable,
     write_results,
@@ -42,10 +42,9 @@ from pretrain_tools.evaluation.shard_loss import (
     open_evaluation_shards,
     run_config_of,
     settings_for,
-    tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
-from pretrain_tools.runs.history import read_end
+from pretrain_tools.runs.history import append_events, read_end
 from pretrain_tools.runs.status import is_training
 
 HELP = """Type some text and press Enter; \\n is a new line. The model continues your text as if it were a document.
@@ -81,7 +80,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     saved_in_bf16 = tasks is not None and any(job.config.dtype == torch.bfloat16 for job in jobs)
     in_bf16 = arguments.precision == "bf16" or (arguments.precision == "auto" and saved_in_bf16)
     if strategy.ranks.is_main and in_bf16 and (problem := emulation_of_bf16(strategy.device)):
-        print(f"warning: {problem}; use --precision fp32", file=sys.stderr, flush=True)
+        print(f"warning: {problem}; use --precision fp32", file=sys.stderr)
     evaluations: list[ModelResults] = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
@@ -89,7 +88,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         if strategy.ranks.is_main:
             # Save after each model, because the next one may take hours or crash.
             if evaluation.address.run is not None and evaluation.address.weights == "raw":
-                append_to_run(evaluation)
+                append_events(evaluation.address.run, map(finite, evaluation.lines()))
                 track(evaluation)
             if arguments.output:
                 try:
@@ -174,11 +173,7 @@ def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
     """Adds the shards and their settings to a job. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
-    job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
-    problems = Problems()
-    for reader in job.readers.values():
-        problems += tokenizer_problems(job.address, job.config, reader.manifest)
-    problems.stop_if_any()
+    job.readers = open_evaluation_shards(job.address, job.config, job.settings.window, arguments)
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
@@ -209,36 +204,22 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
     """Runs all requested evaluations for a model."""
     started = time.perf_counter()
-    result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:
-        measure_loss(folder, job, result, arguments, strategy)
+        result = measure_loss(folder, job, arguments, strategy)
         # Free this copy, because the harness loads the model again.
-        gc.collect()
-        if strategy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        clear_device_cache(garbage_collection=True)
         if tasks is not None:
             result.limit = arguments.limit
-            result.tasks += score_tasks(
-                folder,
-                tasks,
-                strategy,
-                few_shots=arguments.num_fewshot,
-                limit=arguments.limit,
-                batch_size=arguments.batch_size,
-                precision=arguments.precision,
-                trust_remote_code=arguments.trust_remote_code,
-            )
+            result.tasks += score_tasks(folder, tasks, strategy, arguments)
     result.seconds = time.perf_counter() - started
     return result
 
 
-def measure_loss(
-    folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
-) -> None:
-    """Adds the parameter count, the sample, the losses and the scores of extension tasks to `result`."""
+def measure_loss(folder: Path, job: Job, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
+    """Returns the parameter count, the sample, the losses and the scores of extension tasks."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
-    result.parameters = sum(parameter.numel() for parameter in model.parameters())
+    result = ModelResults(job.address, model.num_parameters())
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
@@ -250,6 +231,7 @@ def measure_loss(
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
         settings = asdict(job.settings)
         result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
+    return result
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
@@ -260,7 +242,7 @@ def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     if not isinstance(measures, dict) or not all(isinstance(value, int | float) for value in measures.values()):
         raise InputError(f"--tasks {name}: must return {{metric: number}}, but returned {shortened(repr(measures))}")
     code = digest_of([Path(sys.modules[evaluation.__module__].__file__)])
-    return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code)
+    return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code, uses_limit=False)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -4,6 +4,7 @@ The scores don't depend on the number of processes: every rank builds all reques
 answers. With several processes, the harness itself would sample different few-shot examples.
 """
 
+import argparse
 import contextlib
 import io
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 
 from pretrain.errors import InputError, Problems, one_line
 from pretrain.files import ROOT
+from pretrain.hardware import DTYPES
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.benchmarks import mean_and_error
 from pretrain_tools.evaluation.core import score_core
@@ -33,8 +35,7 @@ from pretrain_tools.evaluation.task_names import (
 from pretrain_tools.runs.history import is_number
 
 BITS_PER_BYTE = "bits_per_byte"
-HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
+BOOKKEEPING = ("sample_len", "sample_count")
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class TaskSelection:
     names: list[str]
     core: list[BundleTask]
     """CORE tasks from DCLM's bundle."""
-    loaded: list[Any] = field(default_factory=list, repr=False)
+    loaded: list[Any] = field(default_factory=list)
     """lm_eval Task and Group objects."""
     manager: Any = None
     """The lm_eval TaskManager."""
-    tasks: dict[str, Any] = field(default_factory=dict, repr=False)
+    tasks: dict[str, Any] = field(default_factory=dict)
     """{name: Task}, including tasks in groups."""
-    groups: dict[str, Any] = field(default_factory=dict, repr=False)
+    groups: dict[str, Any] = field(default_factory=dict)
     """{name: Group}, including nested groups."""
 
 
@@ -71,7 +72,7 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences all ranks except the main one."""
-    # The harness sees every rank as rank 0 (see SharedModel.answer_alone) and would print on all of them.
+    # The harness sees every rank as rank 0 (see SharedModel) and would print on all of them.
     if is_main:
         yield
         return
@@ -130,62 +131,44 @@ def _load(manager: Any, spec: str) -> list[Any]:
             f"--tasks {spec}: {', '.join(unsafe)} runs model-generated code; use the lm_eval command with "
             "--confirm_run_unsafe_code in a sandbox instead"
         )
-    groups = found.get("groups", {})
-    return [groups[spec]] if spec in groups else list(found["tasks"].values())
+    return [found["groups"][spec]] if spec in found["groups"] else list(found["tasks"].values())
 
 
 def score_tasks(
-    folder: Path,
-    tasks: TaskSelection,
-    strategy: Strategy,
-    *,
-    few_shots: int | None = None,
-    limit: float | None = None,
-    batch_size: int | str | None = None,
-    precision: str = "auto",
-    trust_remote_code: bool = False,
+    folder: Path, tasks: TaskSelection, strategy: Strategy, arguments: argparse.Namespace
 ) -> list[TaskScore]:
     """Scores a model folder. Must be called on all ranks, and returns all scores on each.
 
-    Args:
-        few_shots: number of few-shot examples; None for the task's default.
-        limit: number of documents per task, or a fraction below 1.
-        batch_size: sequences per forward pass; "auto" for the largest that fits; None for auto on a GPU and 1 on a
-            CPU.
-        precision: dtype of the weights: auto (as saved), bf16, fp16 or fp32.
+    arguments: num_fewshot, limit, batch_size, precision and trust_remote_code, as in evaluate.py.
     """
     from lm_eval import simple_evaluate
 
-    batch_size = str(batch_size or ("auto" if strategy.device.type == "cuda" else 1))
     scores = []
     with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=HARNESS_DTYPES[precision],
-            batch_size=batch_size,
+            dtype=DTYPES.get(arguments.precision, "auto"),
+            batch_size=str(arguments.batch_size or ("auto" if strategy.device.type == "cuda" else 1)),
             max_batch_size=64,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=arguments.trust_remote_code,
             # Never load pickles, which can execute code.
             use_safetensors=True,
         )
-        # Call this after the constructor, which needs the real rank.
-        model.answer_alone()
         if tasks.loaded:
             results = simple_evaluate(
                 model=model,
                 tasks=list(tasks.loaded),
                 task_manager=tasks.manager,
-                num_fewshot=few_shots,
-                limit=limit,
-                batch_size=batch_size,
+                num_fewshot=arguments.num_fewshot,
+                limit=arguments.limit,
                 log_samples=False,
             )
             # The harness returns results only if LOCAL_RANK is 0.
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
         if tasks.core:  # must come last, because it changes the model's softmax to fp32
-            scores += score_core(model, tasks.core, strategy.ranks, limit)
+            scores += score_core(model, tasks.core, strategy.ranks, arguments.limit)
     return scores
 
 
@@ -196,11 +179,9 @@ def _shared_model(strategy: Strategy) -> type:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
     class SharedModel(HFLM):
-        def answer_alone(self) -> None:
-            """Makes the harness see a single process, so that every rank builds all requests in the same order."""
-            # HFLM has no public setting for this.
-            self._rank = 0
-            self._world_size = 1
+        # The harness sees a single process, so that every rank builds all requests in the same order.
+        rank = 0
+        world_size = 1
 
     def shared(method: Callable) -> Callable:
         def answer(model: SharedModel, requests: list, disable_tqdm: bool = False) -> list:
@@ -220,11 +201,10 @@ def _shared_model(strategy: Strategy) -> type:
 
 
 def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
-    groups = results.get("groups", {})
-    grouped = {part for group in groups for part in results["group_subtasks"].get(group, ())}
+    grouped = {part for group in results.get("groups", ()) for part in results["group_subtasks"][group]}
     bits = _bits_per_byte(tasks)
     scores = []
-    for task, row in {**results["results"], **groups}.items():
+    for task, row in results["results"].items():  # includes the groups
         # 'acc,none' becomes 'acc'. Keep other filters in the name, because they define a different metric.
         measures = {
             key.removesuffix(",none"): value if is_number(value) else None
@@ -239,20 +219,23 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
         scores.append(
             TaskScore(task, measures, few_shots, samples, None if version is None else str(version), is_part)
         )
-    return scores + ([_mean_of_small(scores)] if "small" in tasks.names else [])
+    return scores + (_mean_of_small(scores) if "small" in tasks.names else [])
 
 
-def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
+def _mean_of_small(scores: list[TaskScore]) -> list[TaskScore]:
+    """Returns the mean of the set `small`, or [] with a warning if a task has no bits per byte."""
     parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
     # A task in --include_path may override a harness task with the same name.
     if len(parts) < len(SMALL_TASKS):
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
-        raise InputError(
-            f"--tasks small: {missing} in --include_path does not score a correct answer as a continuation, so there "
-            "is no mean over all tasks; pass the tasks by name instead"
+        print(
+            f"warning: --tasks small: {missing} in --include_path does not score a correct answer as a continuation, "
+            "so there is no mean over all tasks",
+            file=sys.stderr,
         )
+        return []
     samples = sum(score.samples for score in parts)
-    return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)
+    return [TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)]
 
 
 def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:

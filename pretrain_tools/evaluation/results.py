@@ -11,12 +11,11 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.runs.run_folder import output_problem
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit, package_versions
 from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
-from pretrain_tools.runs.history import Score, append_events, refuse_url_output, scores_of
+from pretrain_tools.runs.history import require_output, scores_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class TaskScore:
     version: str | None
     is_part: bool = False
     """True for a task in a scored group, unless the task was requested by name."""
+    uses_limit: bool = True
+    """False for a task from an extension, which ignores --limit."""
 
 
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
@@ -68,48 +69,33 @@ class ModelResults:
             lines.append({**about, "source": source, **part, **measured})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
-            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit})
+            limit = self.limit if score.uses_limit else None
+            lines.append({**about, "task": score.task, **score.measures, **how, "limit": limit})
         return lines
-
-    def scores(self) -> list[Score]:
-        """Returns all scores, except those of tasks in groups."""
-        return [score for line in self.lines() for score in scores_of(line)]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns this model's entry in the JSON file."""
         tasks = {}
         for score in self.tasks:
             about = {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
-            tasks[score.task] = finite(score.measures) | about
-        return {
+            tasks[score.task] = score.measures | about
+        contents = {
             **asdict(self.address),
             "parameters": self.parameters,
-            "sources": {source: finite(measures) for source, measures in self.sources.items()},
+            "sources": self.sources,
             "source_settings": self.source_settings,
             "tasks": tasks,
             "sample": self.sample,
             "seconds": round(self.seconds, 1),
         }
-
-
-def append_to_run(evaluation: ModelResults) -> None:
-    """Appends the scores to the run's metrics.jsonl."""
-    run = evaluation.address.run
-    try:
-        append_events(run, map(finite, evaluation.lines()))
-    except OSError as error:  # a full disk must not abort a long evaluation
-        print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
+        return finite(contents)
 
 
 def require_writable(path: Path) -> None:
     """Raises InputError if the results can't be written to this path."""
-    refuse_url_output("--output", path)
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
+    require_output("--output", path, "results.json")
     if not path.parent.is_dir():
         raise InputError(f"--output {path}: {path.parent} is not a folder; create it, or use another path")
-    if problem := output_problem(path.parent):
-        raise InputError(f"--{problem}")
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
@@ -152,7 +138,8 @@ def _heading(evaluation: ModelResults) -> str:
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     """Formats the table cells of a model: {(source or task, metric): value ± standard error}."""
     cells = {}
-    for score in evaluation.scores():
-        shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
-        cells[score.task + shots, score.metric] = score.text
+    for line in evaluation.lines():
+        for score in scores_of(line):
+            shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
+            cells[score.task + shots, score.metric] = score.text
     return cells

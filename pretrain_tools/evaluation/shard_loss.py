@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,23 +114,21 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 
 
 def open_evaluation_shards(
-    folders: list[Path | str], split: str, window: WindowSpec, tokenizer: str | None = None
+    address: ModelAddress, config: PreTrainedConfig, window: WindowSpec, arguments: argparse.Namespace
 ) -> dict[str, ShardReader]:
-    """Opens shards as {name: reader}. Raises InputError listing all unusable folders.
-
-    tokenizer: name of the tokenizer, for shards from other tools.
-    """
+    """Opens --data as {name: reader}. Raises InputError listing all folders that are unusable with the model."""
     readers: dict[str, ShardReader] = {}
     problems = Problems()
-    for folder in folders:
-        reader = problems.attempt(open_shards, folder, split, tokenizer)
+    for folder in arguments.data:
+        reader = problems.attempt(open_shards, folder, arguments.split, arguments.tokenizer)
         if reader is None:
             continue
         if not window.count_in(reader.tokens):
             problems.append(
-                f"--data {folder}: contains {reader.tokens:,} {split} tokens, fewer than one sequence of "
+                f"--data {folder}: contains {reader.tokens:,} {arguments.split} tokens, fewer than one sequence of "
                 f"{window.sequence_length:,} + 1; use at most --sequence_length {reader.tokens - 1}"
             )
+        problems += tokenizer_problems(address, config, reader.manifest)
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
     return readers

@@ -20,8 +20,10 @@ import yaml
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.registry import TASKS, load_extensions
 
-BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
-BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
+BASE_TASKS = (
+    "hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "lambada_openai", "boolq", "sciq", "openbookqa",
+    "blimp",
+)  # fmt: skip
 """Tasks in the set `base`, for base models."""
 SMALL_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa", "social_iqa", "sciq", "lambada_openai")
 """Tasks in the set `small`, from the base-easy suite of OLMo 3 (arXiv 2512.13961). Bits per byte of the correct answer
@@ -38,7 +40,13 @@ CORE_SHOTS = {
 }  # fmt: skip
 """{CORE task: number of few-shot examples} (arXiv 2406.11794). The tasks are low_variance_datasets in DCLM's
 eval/additional_aggregation.json, and the numbers are from nanochat's core.yaml."""
-CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
+CORE_FIELDS = {
+    "multiple_choice": ("query", "gold", "choices"),
+    "schema": ("continuation", "gold", "context_options"),
+    "language_modeling": ("context", "continuation"),
+}
+"""{task type: fields of its items}. The last field contains the answers, or the only answer. `gold` is the index of
+the correct choice."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +64,19 @@ class BundleTask:
 
     def is_usable(self, few_shots: int) -> bool:
         """Returns True if the task has this number of few-shot examples, a known type, a baseline and a file."""
-        is_known = self.few_shots == few_shots and self.kind in CORE_KINDS
+        is_known = self.few_shots == few_shots and self.kind in CORE_FIELDS
         return is_known and 0 <= self.baseline < 1 and self.file.is_file()
 
 
-def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
+def task_problems(tasks: list[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
     """Lists problems with task names and task folders."""
     problems = Problems()
-    tasks = list(tasks)
     if CORE in tasks:
         problems.attempt(core_tasks, bundle)
-    tasks = [name for name in tasks if name != CORE]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"--include_path {include_path}: contains no .yaml file with a task or a group")
     # Skip known tasks, because building the harness's index takes 10 seconds.
-    questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
+    questioned = [name for name in tasks if name not in {CORE, *TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
     manager = manager_of(names, include_path) if names else None
     for name in questioned:
@@ -79,7 +85,7 @@ def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path 
             # The harness has 14,000 names, which are too many to list.
             near = near if near.startswith("; did") else "; run `lm_eval ls tasks` to list all"
             problems.append(f"--tasks {name}: no such task, group, set or .yaml file{near}")
-    return list(problems)
+    return problems
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:

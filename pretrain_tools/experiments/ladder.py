@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
 from pretrain.recipe import read_run_config
-from pretrain.runs.run_folder import output_problem, read_config, read_json, setting
+from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import count_text, counted, parse_count, table
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law, law_of, law_values
 from pretrain_tools.experiments.small_runs import losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import end_of, find_runs, read_history
+from pretrain_tools.runs.history import end_of, find_runs, read_history, require_output
 from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LEAST_SIZES = 4
@@ -33,8 +33,8 @@ FAR_COMPUTE = 8.0
 """Predictions beyond this multiple of the largest run's compute get a warning."""
 MOSTLY_PRIOR = 0.5
 """An exponent isn't determined by the runs if its standard deviation exceeds this fraction of the prior's."""
-IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
-              "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
+IRRELEVANT = ("seed", "output", "branch_from", "model", "budget", "samples", "diagnostics", "benchmarks", "checkpoint",
+              "logging", "interval_scale", "energy", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
 """Settings that barely affect the final loss. They are ignored when runs are compared."""
@@ -54,7 +54,7 @@ class LadderRun:
     parameters: int
     tokens: int
     loss: float
-    settings: Mapping[str, Any] = field(repr=False)
+    settings: Mapping[str, Any]
     """Settings that affect the loss, keyed by dotted path."""
 
 
@@ -92,10 +92,6 @@ class Prediction:
     """Compute relative to the largest run."""
     measured: float | None = None
     """Measured loss, for a back-test."""
-
-    @property
-    def compute(self) -> float:
-        return compute_of(self.parameters, self.tokens)
 
     @property
     def is_far(self) -> bool:
@@ -203,10 +199,10 @@ def ladder_run(folder: Path) -> LadderRun | str:
         return "its last validation loss is infinite or NaN"
     if last not in tokens:
         return f"metrics.jsonl has no training event for step {last}, its last validation"
-    if setting(read_config(folder), "init") == "pretrained":
+    config = flatten_settings(read_config(folder))
+    if config.get("init") == "pretrained":
         return "it started from pretrained weights"
     parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
-    config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {setting(source, "tokenizer.sha256") for source in data.values() if isinstance(source, dict)}
@@ -311,7 +307,7 @@ def read_prediction(text: str) -> tuple[str, int, int]:
         work = work_of_run(config, planned_model_config(config))
         return text, work.non_embedding, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
-    numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
+    numbers = {key.strip(): parse_count(value) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
         raise InputError(f"--predict {text}: must be a recipe, or sizes such as parameters=30M,tokens=600M")
     return text, numbers["parameters"], numbers["tokens"]
@@ -333,8 +329,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     found = problems.attempt(read_ladder_runs, folders)
     if base.name in ("", ".."):
         problems.append(f"--output {base}: is a folder; use a path such as {base / 'ladder'}")
-    elif problem := output_problem(base.parent):
-        problems.append(f"--{problem}")
+    elif output:
+        problems.attempt(require_output, "--output", base.parent)
     problems.stop_if_any()
     runs, left_out = found
     rungs = rungs_of(runs)
@@ -350,9 +346,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     base.parent.mkdir(parents=True, exist_ok=True)
     backtest = ladder.backtest()
     print(ladder_text(ladder, backtest, predictions, left_out))
-    values = ladder_values(ladder, backtest, predictions)
     files = [base.with_name(f"{base.name}{ending}") for ending in (".json", ".png")]
-    write_durably(files[0], json.dumps(values, indent=1) + "\n")
+    write_durably(files[0], json.dumps(ladder_values(ladder, backtest, predictions), indent=1) + "\n")
     draw_ladder(ladder, predictions, files[1])
     print(*files, sep="\n")
 
@@ -424,14 +419,13 @@ def read_ladder(path: Path) -> Ladder:
             raise ValueError("unknown format or version")
         rungs = [Rung(**{name: rung.get(name) for name in Rung.__annotations__}) for rung in values["rungs"]]
         ladder = Ladder(rungs, law_of(values["law"]))
-        problem = ladder.problem
+        if ladder.problem:
+            raise InputError(ladder.problem)
+        return ladder
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
-    if problem:
-        raise InputError(f"--ladder {path}: {problem}")
-    return ladder
 
 
 def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -> None:
@@ -455,8 +449,8 @@ def draw_ladder(ladder: Ladder, predictions: Sequence[Prediction], path: Path) -
         (predictions, "*", COLORS[1], 11, "predicted"),
     ):
         if points:
-            at, losses = zip(*((point.compute, point.loss) for point in points), strict=True)
-            panel.plot(at, losses, form, color=color, markersize=size, label=label)
+            at = [compute_of(point.parameters, point.tokens) for point in points]
+            panel.plot(at, [point.loss for point in points], form, color=color, markersize=size, label=label)
     style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")

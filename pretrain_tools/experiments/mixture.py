@@ -75,8 +75,7 @@ def run_mixture(
                 "all runs, including the one with the recipe's own weights",
                 file=sys.stderr,
             )
-    candidates = candidate_weights(own, count)
-    texts = tuple(as_setting(sources, weights) for weights in candidates)
+    texts = tuple(as_setting(sources, weights) for weights in candidate_weights(own, count))
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
     request = SweepRequest(recipe, (Axis("data.train", texts),), tuple(changes), seeds, None, output, labels)
     return run_sweep(request, parallel, report_mixture)
@@ -181,17 +180,17 @@ def losses_by_source(result: PointResult) -> dict[str, float]:
     return {source: float(np.mean([losses[source] for losses in last])) for source in shared}
 
 
-def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
+def report_mixture(request: SweepRequest, results: list[PointResult]) -> int:
     """Prints all mixtures and the proposal, and writes mixture.yaml.
 
     Returns the exit status: 1 if too few runs finished.
     """
     finished = [result for result in results if math.isfinite(result.mean_loss)]
-    config = read_run_config(request.recipe, list(request.changes))
+    config = read_run_config(request.recipe, request.changes)
     sources = config.data.train
     named = [Path(source.shards).name for source in sources]
     # The gain is relative to the recipe's own mixture, so that run must have finished.
-    if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
+    if finished[:1] != results[:1] or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
             f"{len(finished)} of {len(results)} mixtures finished. To propose weights, the recipe's own mixture and "
             f"at least {LEAST_RUNS_PER_SOURCE * len(sources)} mixtures in total must have finished. Run the same "

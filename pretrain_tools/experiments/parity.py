@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +22,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pretrain.config import Budget, RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
+from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean
 from pretrain.files import ROOT, write_durably
 from pretrain.hardware import missing_bf16
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
@@ -40,7 +39,8 @@ from pretrain.units import counted, table
 from pretrain_tools.planning.layouts import products
 from pretrain_tools.planning.memory import sizes_of
 from pretrain_tools.planning.smoke import short_config
-from pretrain_tools.runs.child_processes import signal_tree
+from pretrain_tools.runs.child_processes import signal_tree, signals_handled
+from pretrain_tools.runs.history import require_output
 
 REFERENCE = "single"
 SCRIPT = str(ROOT / "train.py")
@@ -69,9 +69,8 @@ class StrategyOutcome:
 
 
 def strategy_names() -> list[str]:
-    """Returns the names of the files in accelerate_configs/, starting with REFERENCE."""
-    names = (path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-    return sorted(names, key=lambda name: (name != REFERENCE, name))
+    """Returns the names of the files in accelerate_configs/."""
+    return sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 
 
 def named(sizes: Sizes) -> str:
@@ -92,21 +91,17 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     """
     if mesh == "all":
         return [named(each.sizes) for each in products(processes) if each.ep == 1 or has_experts]
-    sizes: dict[str, int] = {}
-    for word in mesh.split(","):
-        dimension, _, size = word.strip().partition("=")
-        if dimension not in DIMENSIONS or not re.fullmatch(r"[1-9]\d*", size):
-            raise InputError(
-                f"--mesh: {word} is invalid; use all, or sizes for {', '.join(DIMENSIONS)}, such as dp_shard=2,tp=2"
-            )
-        sizes[dimension] = int(size)
-    given = Sizes(**sizes)
-    if "dp_shard" not in sizes and processes % given.world == 0:
-        given = Sizes(**sizes, dp_shard=processes // given.world)
-    if processes == 1 or given.world != processes or given.fsdp * given.tp % given.ep:
+    given = sizes_called(mesh.replace(" ", "").replace("=", "").replace(",", "-"))
+    if given is None:
         raise InputError(
-            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes, "
-            "which must be at least 2 (ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
+            f"--mesh: {mesh} is invalid; use all, or sizes for {', '.join(DIMENSIONS)}, such as dp_shard=2,tp=2"
+        )
+    if "dp_shard" not in mesh and processes % given.world == 0:
+        given.dp_shard = processes // given.world
+    if given.world != processes or given.fsdp * given.tp % given.ep:
+        raise InputError(
+            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes "
+            "(ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
         )
     return [named(given)]
 
@@ -137,12 +132,14 @@ def compare_strategies(
     if mesh and processes > 1:
         experts = sizes_of(planned_model_config(config)).experts
         names += products_asked_for(mesh, processes, has_experts=experts > 0)
-    names = [REFERENCE, *(name for name in names if name != REFERENCE)]
+    names = list(dict.fromkeys([REFERENCE, *names]))
     known = strategy_names()
-    unknown = [name for name in names if name not in known and sizes_called(name) is None]
-    problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
-    if steps < 1:
-        problems.append(f"--steps: must be at least 1, got {steps}")
+    problems = Problems(
+        f"--strategies: {name} is unknown{did_you_mean(name, known)}"
+        for name in names
+        if name not in known and sizes_called(name) is None
+    )
+    problems.attempt(require_output, "--output", output)
     if processes < 2:
         problems.append(
             f"--processes: must be at least 2, got {processes}; with one process, all strategies train as {REFERENCE}"
@@ -154,18 +151,22 @@ def compare_strategies(
         for name in names
         if (output / name).exists()
     ]
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     # All launches need the same recipe, because `auto` settings may depend on the number of processes.
     short = output / "parity.yaml"
     output.mkdir(parents=True, exist_ok=True)
     write_durably(short, as_yaml(parity_config(resolve_auto(config, processes), steps, precision)))
+
+    def end(number: int, _frame: object) -> None:
+        print(f"interrupted; remove {output} before you run the command again", file=sys.stderr)
+        sys.exit(status_after(number))  # `run_together` then kills its processes
+
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
-        print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
-        with ended_by_signals(f"interrupted; remove {output} before you run the command again"):
+        print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr)
+        with signals_handled(end):
             outcomes[name] = train_under(name, count, short, output / name)
         if outcomes[REFERENCE].curve is None:
             raise InputError(
@@ -175,9 +176,7 @@ def compare_strategies(
     if precision == "fp32" and OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None:
         print(f"{optimizer} computes its updates in bf16 on this machine, so the bf16 tolerances apply.\n")
         precision = "bf16"
-    results = report_parity(outcomes, TOLERANCES[precision], output)
-    ran = [result for result in results.values() if "refused" not in result]
-    return 0 if ran and all(result.get("same") for result in ran) else 1
+    return 0 if report_parity(outcomes, TOLERANCES[precision], output) else 1
 
 
 def parity_config(config: RunConfig, steps: int, precision: str) -> RunConfig:
@@ -236,15 +235,14 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
-    port = str(get_free_port())
+    together = f"--num_machines {processes} --main_process_ip 127.0.0.1 --main_process_port {get_free_port()}"
     script = command.index(SCRIPT)
     launches = []
     for rank in range(processes):
-        machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
-        address = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        options = f"{together} --machine_rank {rank}".split()
         # NCCL treats ranks with different host IDs as different machines.
         environment = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        launches.append(([*command[:script], *machine, *address, *command[script:]], environment))
+        launches.append(([*command[:script], *options, *command[script:]], environment))
     return run_together(launches, log)
 
 
@@ -273,22 +271,6 @@ def run_together(launches: Sequence[tuple[list[str], dict[str, str]]], log: Text
             if process.poll() is None:
                 signal_tree(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-@contextmanager
-def ended_by_signals(message: str) -> Iterator[None]:
-    """Prints a message and exits on Ctrl-C, SIGTERM and SIGHUP, so that `run_together` kills its processes."""
-
-    def end(number: int, _frame: object) -> None:
-        print(message, file=sys.stderr)
-        sys.exit(status_after(number))
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
@@ -346,11 +328,11 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
 
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
-) -> dict[str, dict]:
-    """Prints a table with one row per strategy, and writes parity.json. Returns {strategy: result}.
+) -> bool:
+    """Prints a table with one row per strategy, and writes parity.json as {strategy: result}.
 
     A result contains either the largest distances (loss, grad_norm) and `same`, or `refused` (error messages), or
-    `failed` (path of the log).
+    `failed` (path of the log). Returns True if any strategy ran, and all that ran are within the tolerances.
     """
     loss_tolerance, norm_tolerance = tolerances
     reference = outcomes[REFERENCE].curve
@@ -385,4 +367,4 @@ def report_parity(
     known = sum(map(math.isfinite, reference.loss.values()))
     if known < len(reference.loss):
         print(f"warning: {REFERENCE} has a finite loss in only {known} of {len(reference.loss)} steps")
-    return results
+    return ran > 0 and same == ran

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,10 +68,10 @@ class ScalingLaw:
         """Returns the 90% interval for a single run's loss."""
         logs = log_loss(self.refits.T, *self._scaled(parameters, tokens))
         logs = logs + self.refit_noise * np.random.default_rng(1).standard_normal(len(logs))
-        low, high = np.quantile(np.exp(logs), QUANTILES)
-        return float(low), float(high)
+        low, high = np.quantile(np.exp(logs), QUANTILES).tolist()
+        return low, high
 
-    @cached_property
+    @property
     def coefficients(self) -> dict[str, float]:
         """Coefficients E, A, alpha, B and beta."""
         e, p, q, alpha, beta = map(float, self.theta)
@@ -136,14 +135,13 @@ def fit_scaling_law(
         theta = fits[np.argmin(objectives)]
         starts = theta[None]
         residuals = y - log_loss(theta, n, d)
-        freedom = max(0.0, len(y) - _parameters_used(theta, n, d, noise))
+        freedom = ASSUMED_COUNT + max(0.0, len(y) - _parameters_used(theta, n, d, noise))
         # Use Huber weights, so that outliers don't inflate the noise.
         counted = np.minimum(np.abs(residuals), HUBER_WIDTH * noise) * np.abs(residuals)
-        noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
+        noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / freedom)
     random = np.random.default_rng(1)
-    count = ASSUMED_COUNT + freedom
     # With few residuals, the noise is uncertain, so sample it from a scaled inverse chi-square distribution.
-    refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
+    refit_noise = noise * np.sqrt(freedom / random.chisquare(freedom, REFITS))
     # With few degrees of freedom, the tail of this distribution would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)
     noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))

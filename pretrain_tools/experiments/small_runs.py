@@ -1,4 +1,4 @@
-"""Trains many runs, each in a separate train.py process, and resumes killed ones.
+"""Starts runs, each in a separate train.py process, and reads their outcomes.
 
     FOLDER/recipes/NAME.yaml   complete recipe, written when the run starts
     FOLDER/recipes/NAME.json   everything that must not change when it resumes
@@ -15,9 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,12 @@ from pretrain.config import RunConfig
 from pretrain.errors import EXIT_NUMERIC
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held, status_after
+from pretrain.processes import hold_while_open
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_folders
-from pretrain_tools.runs.child_processes import signals_passed_on
 from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import History, end_of, is_number
-
-POLL_SECONDS_OF_RUNS = 0.2
 
 
 @dataclass(frozen=True)
@@ -43,9 +39,9 @@ class SmallRun:
     name: str
     folder: Path
     """Experiment folder."""
-    config: RunConfig = field(repr=False)
+    config: RunConfig
     """Complete recipe."""
-    on_disk: dict[str, Any] = field(repr=False)
+    on_disk: dict[str, Any]
     """Model and shards, as {name: value}."""
 
     @property
@@ -86,7 +82,7 @@ class RunOutcome:
     reason: str = ""
     """Why the run ended early."""
 
-    def loss_at(self, step: int | None) -> float:
+    def loss_at(self, step: int) -> float:
         """Returns the validation loss at a step, averaged over sources; inf if missing."""
         return statistics.fmean(self.losses[step].values()) if step in self.losses else math.inf
 
@@ -148,48 +144,6 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{}] * (parallel or 1)
     return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))}] * parallel
-
-
-def train_runs(
-    runs: Sequence[SmallRun],
-    slots: list[dict[str, str]],
-    next_run: Callable[[set[str]], SmallRun | None],
-    ended: Callable[[SmallRun, int], None],
-) -> int:
-    """Trains until `next_run` returns None and all runs have ended.
-
-    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status for the
-    signal.
-
-    Args:
-        runs: runs that an earlier command may have started.
-        next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
-        ended: called with each run that has ended, and with its exit status.
-    """
-    training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
-    with signals_passed_on() as received:
-        for run in runs:
-            if is_held(run.log):
-                text = "started by an earlier command and still training; waiting for it to finish"
-                print(f"{run.name}: {text}", file=sys.stderr, flush=True)
-            while is_held(run.log) and not received:
-                time.sleep(POLL_SECONDS_OF_RUNS)
-        while True:
-            for slot, (run, process) in list(training.items()):
-                if process.poll() is not None:
-                    del training[slot]
-                    ended(run, process.returncode)
-            for slot, environment in enumerate(slots):
-                if slot not in training and not received:
-                    run = next_run({run.name for run, _ in training.values()})
-                    # Slots are interchangeable, so no other slot can start a run either.
-                    if run is None:
-                        break
-                    print(f"{run.name}: training", file=sys.stderr, flush=True)
-                    training[slot] = run, start_training(run, environment)
-            if not training:
-                return status_after(received[0]) if received else 0
-            time.sleep(POLL_SECONDS_OF_RUNS)
 
 
 def start_training(run: SmallRun, environment: Mapping[str, str]) -> subprocess.Popen:

@@ -7,16 +7,19 @@ to vary, and those that it has chosen so far. The same command resumes a sweep.
 import json
 import math
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.processes import folder_lock
+from pretrain.processes import folder_lock, is_held, status_after
 from pretrain.recipe import as_yaml, read_run_config
 from pretrain.runs.run_folder import read_json
+from pretrain.training.metrics import finite
 from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.experiments.small_runs import (
     RunOutcome,
@@ -24,7 +27,7 @@ from pretrain_tools.experiments.small_runs import (
     device_slots,
     failure_text,
     read_outcome,
-    train_runs,
+    start_training,
 )
 from pretrain_tools.experiments.sweep_plan import (
     TRIALS_FILE,
@@ -36,10 +39,12 @@ from pretrain_tools.experiments.sweep_plan import (
     refuse_duplicates,
     request_problems,
 )
+from pretrain_tools.runs.child_processes import signals_passed_on
 
 LOCK_OF_SWEEP = ".sweep.lock"
 SWEEP_RESULTS = "results.json"
 BEST_RECIPE = "best.yaml"
+POLL_SECONDS_OF_RUNS = 0.2
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     """Describes the best combination, and whether it is significantly better than the next."""
-    from scipy.stats import t
+    from scipy.stats import ttest_rel
 
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
@@ -133,10 +138,9 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     if len(best.losses) == 1:
         return f"{text}, {gap:.4f} below the next best. With one seed, this may be noise; try --seeds 3."
     # Runs with the same seed share initial weights and data order, so use paired differences, which vary less.
-    differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
-    half = t.ppf(0.95, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    sure = "" if gap > half else ", not significant"
-    over = f"90% interval {gap - half:.4f} to {gap + half:.4f} over {len(differences)} seeds"
+    low, high = ttest_rel(second.losses, best.losses).confidence_interval(0.9)
+    sure = "" if low > 0 else ", not significant"
+    over = f"90% interval {low:.4f} to {high:.4f} over {len(best.losses)} seeds"
     return f"{text}, {gap:.4f} below the next best ({over}){sure}."
 
 
@@ -146,14 +150,14 @@ def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str
         {
             "settings": result.settings,
             "state": result.state,
-            "loss": finite(result.mean_loss),
-            "spread": finite(result.spread),
+            "loss": result.mean_loss,
+            "spread": result.spread,
             "budget_tokens": result.tokens,
             "runs": [values_of_run(outcome) for outcome in result.outcomes],
         }
         for result in results
     ]
-    return {**request.described, "results": points}
+    return finite({**request.described, "results": points})
 
 
 def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
@@ -163,14 +167,9 @@ def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
         "step": outcome.step,
         "tokens": outcome.tokens,
         "seconds": round(outcome.seconds, 1),
-        "losses": {str(step): finite(outcome.loss_at(step)) for step in outcome.losses},
+        "losses": {step: outcome.loss_at(step) for step in outcome.losses},
         "failure": outcome.reason if outcome.state == "failed" else None,
     }
-
-
-def finite(value: float | None) -> float | None:
-    """Replaces infinity with None, because JSON can't represent it."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def best_recipe(request: SweepRequest, best: PointResult) -> str:
@@ -188,7 +187,7 @@ def best_recipe(request: SweepRequest, best: PointResult) -> str:
 def run_sweep(
     request: SweepRequest,
     parallel: int | None,
-    report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
+    report: Callable[[SweepRequest, list[PointResult]], int] = report_sweep,
 ) -> int:
     """Trains a sweep's unfinished runs and reports all results. Returns the exit status: 1 if no combination finished.
 
@@ -206,15 +205,15 @@ def run_sweep(
         for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
         runs = counted((request.search or len(points)) * request.seeds, "run")
-        print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
-        if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
+        print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr)
+        if status := sweep.train(slots):
             print(f"interrupted; run the same command to resume {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
 
 
 class Sweep:
-    """Schedules a sweep's runs. The state is read from the run folders, so a killed sweep can resume."""
+    """Trains a sweep's runs. The state is read from the run folders, so a killed sweep can resume."""
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
@@ -230,8 +229,39 @@ class Sweep:
     def runs(self) -> list[SmallRun]:
         return [run for point in self.points for run in point.runs]
 
-    def next_run(self, active: set[str]) -> SmallRun | None:
-        """Returns the next run to start, or None if none can start now; see `train_runs`."""
+    def train(self, slots: list[dict[str, str]]) -> int:
+        """Trains all runs that haven't finished, one per slot at a time.
+
+        Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status for
+        the signal.
+        """
+        training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
+        with signals_passed_on() as received:
+            for run in self.runs:
+                if is_held(run.log):
+                    text = "started by an earlier command and still training; waiting for it to finish"
+                    print(f"{run.name}: {text}", file=sys.stderr)
+                while is_held(run.log) and not received:
+                    time.sleep(POLL_SECONDS_OF_RUNS)
+            while True:
+                for slot, (run, process) in list(training.items()):
+                    if process.poll() is not None:
+                        del training[slot]
+                        self._ended(run, process.returncode)
+                for slot, environment in enumerate(slots):
+                    if slot not in training and not received:
+                        run = self._next_run({run.name for run, _ in training.values()})
+                        # Slots are interchangeable, so no other slot can start a run either.
+                        if run is None:
+                            break
+                        print(f"{run.name}: training", file=sys.stderr)
+                        training[slot] = run, start_training(run, environment)
+                if not training:
+                    return status_after(received[0]) if received else 0
+                time.sleep(POLL_SECONDS_OF_RUNS)
+
+    def _next_run(self, active: set[str]) -> SmallRun | None:
+        """Returns the next run to start, or None if none can start now. active: names of the runs in training."""
         while True:
             for run in self.runs:
                 is_open = run.name not in active and run.name not in self.failures
@@ -264,7 +294,7 @@ class Sweep:
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
-    def ended(self, run: SmallRun, status: int) -> None:
+    def _ended(self, run: SmallRun, status: int) -> None:
         """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
         if outcome.state == "finished":
@@ -274,7 +304,7 @@ class Sweep:
         else:
             self.failures[run.name] = failure_text(run, outcome, status)
             text = f"ended early: {self.failures[run.name]}; see {run.log}"
-        print(f"{run.name}: {text}", file=sys.stderr, flush=True)
+        print(f"{run.name}: {text}", file=sys.stderr)
 
     def results(self) -> list[PointResult]:
         """Returns the results of all points."""

@@ -15,11 +15,12 @@ from typing import Any
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.recipe import fields_of_config, parse_yaml, read_run_config
-from pretrain.runs.run_folder import output_problem, read_json
+from pretrain.runs.run_folder import read_json
 from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
 from pretrain_tools.runs.comparison import setting_differences
+from pretrain_tools.runs.history import is_number, require_output
 
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
@@ -107,7 +108,7 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
             problems.append(f"--vary {text}: must be a setting and its values, such as optim.learning_rate=1e-3,2e-3")
         elif path in [axis.path for axis in axes]:
             problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
-        elif len(ends) == 2 and all(is_number_text(end) for end in ends):
+        elif len(ends) == 2 and all(map(is_number_text, ends)):
             if parse_yaml(ends[0]) == parse_yaml(ends[1]):
                 problems.append(f"--vary {text}: the ends of a range must differ")
             axes.append(Axis(path, tuple(sorted(ends, key=parse_yaml)), is_range=True))
@@ -132,10 +133,9 @@ def split_values(text: str) -> list[str]:
 
 def is_number_text(text: str) -> bool:
     try:
-        value = parse_yaml(text)
+        return is_number(parse_yaml(text))
     except ValueError:
         return False
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def request_problems(request: SweepRequest) -> Problems:
@@ -168,9 +168,7 @@ def request_problems(request: SweepRequest) -> Problems:
         for name, count in names.items()
         if count > 1
     ]
-    if output := output_problem(request.output):
-        problems.append(output.replace("output:", "--output:", 1))
-    elif holds_other_files(request.output):
+    if problems.attempt(require_output, "--output", request.output) and holds_other_files(request.output):
         problems.append(f"--output {request.output}: contains other files; use another folder")
     return problems
 

@@ -19,7 +19,7 @@ from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
 from pretrain_tools.runs.history import Score
 from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_of
 
-TAGS = ("pretraining", "base-model", "groundwork")
+TAGS = ["pretraining", "base-model", "groundwork"]
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
 """Validation metrics in the card, the bill of materials and the provenance."""
 
@@ -103,7 +103,7 @@ def metadata(facts: Facts) -> str:
         license=facts.offer.license,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=list(TAGS),
+        tags=TAGS,
         datasets=list(datasets) or None,
         base_model=base.partition("@")[0] if facts.is_continued and is_hub_id(base) else None,
         model_name=facts.title if results else None,

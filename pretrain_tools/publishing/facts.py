@@ -280,13 +280,11 @@ def sources_of_mixture(data: dict[str, Any], records: dict[str, Any], steps: str
                     name,
                     source.get("max_epochs"),
                     **{key: totals.get(key) for key in ("tokens", "documents", "text_bytes")},
-                    manifest_sha256=record.get("manifest_sha256"),
+                    **{key: record.get(key) for key in ("manifest_sha256", "vocabulary_size")},
+                    **{key: tuple(record.get(key) or ()) for key in ("hub_datasets", "contamination")},
                     # A tokenizer's local path isn't published.
                     tokenizer=public_name(setting(record, "tokenizer.name")),
                     tokenizer_sha256=setting(record, "tokenizer.sha256"),
-                    vocabulary_size=record.get("vocabulary_size"),
-                    hub_datasets=tuple(record.get("hub_datasets") or ()),
-                    contamination=tuple(record.get("contamination") or ()),
                     preparation=record.get("preparation") or {},
                 )
             )

@@ -63,7 +63,8 @@ def comparison_note(folder: Path, text: str) -> str:
             f"llama.cpp and transformers weren't compared, because this requires {bytes_text(needed)} of memory, but "
             f"only {bytes_text(free)} was free."
         )
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
+    # Inside the folder, so that publish.py also removes it after it was killed.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         file = Path(temporary) / "fp32.gguf"
         write_gguf(folder, file, "fp32")
         tokens, largest = compare(folder, file, text)

@@ -16,10 +16,10 @@ from pretrain_tools.publishing.staging import Model
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-REPLACED_ON_HUB = (
+REPLACED_ON_HUB = [
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
-)  # fmt: skip
+]  # fmt: skip
 """Patterns of files to delete from the repository unless the uploaded model contains them."""
 
 
@@ -60,7 +60,7 @@ def upload(folder: Path, model: Model, repository: str) -> str:
             folder_path=folder,
             revision=model.revision,
             commit_message=f"Step {model.step:,}{tokens}",
-            delete_patterns=list(REPLACED_ON_HUB),
+            delete_patterns=REPLACED_ON_HUB,
         )
     return commit.oid
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, sha256_of
+from pretrain.files import sha256_of
 from pretrain_tools.publishing.card import CARD_MEASURES, environment, statements
 from pretrain_tools.publishing.facts import Facts
 from pretrain_tools.runs.history import measured
@@ -31,15 +31,15 @@ SPDX = {
 
 
 def write_materials(facts: Facts, folder: Path) -> None:
-    """Writes a reproducible bill of materials. Must be called before the provenance and signature are written."""
-    # Provenance and signature contain the hash of this file, so it can't contain theirs.
-    beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
-    files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
-    bill = bill_of_materials(facts, files)
+    """Writes a reproducible bill of materials for all files in a folder.
+
+    Must be called before the provenance and signature are written, because they contain this file's hash.
+    """
+    bill = bill_of_materials(facts, {path.name: sha256_of(path) for path in sorted(folder.iterdir())})
     # Derive the UUID from the content, so that the file is reproducible.
     serial = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(bill))
-    named = {"serialNumber": f"urn:uuid:{serial}", "version": 1}
-    text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
+    contents = {**MATERIALS_FORMAT, "serialNumber": f"urn:uuid:{serial}", "version": 1, **bill}
+    text = json.dumps(contents, indent=1, ensure_ascii=False) + "\n"
     (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
 

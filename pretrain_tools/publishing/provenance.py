@@ -24,8 +24,7 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
     signed: True if the folder will be signed afterwards.
     """
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
-    contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
-    contents["files"] = files
+    contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts), "files": files}
     # Hash the text with zeros as a placeholder for the hash, then replace the first occurrence.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")

@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
-from pretrain.files import SIGNATURE_FILE, delete
+from pretrain.files import SIGNATURE_FILE
 from pretrain.processes import folder_lock, is_held
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
-from pretrain.runs.run_folder import LOCK_FILE, checkpoint_name, output_problem, read_config, setting
+from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication, gaps_in_records
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import printable, provenance_problems, provenance_text
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, copy_model, find_publishable, stage
 from pretrain_tools.runs.addresses import download
-from pretrain_tools.runs.history import append_events, refuse_url, refuse_url_output
+from pretrain_tools.runs.history import append_events, refuse_url, require_output
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status if an upload fails, or if verification finds differences."""
@@ -39,8 +39,8 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     try:
         if arguments.gguf is not None:
             write_gguf_file(arguments, Problems(problems))
-            return 0
-        publish_models(arguments, models_to_publish(arguments, Problems(problems)))
+        else:
+            publish_models(arguments, models_to_publish(arguments, Problems(problems)))
     except PublishError as failure:
         record(arguments, problem=str(failure))
         print(failure, file=sys.stderr)
@@ -54,25 +54,20 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     return 0
 
 
-def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the requested models. Appends problems with them and with --run to `problems`."""
+def find_models(arguments: Namespace) -> list[Model]:
+    """Finds the requested models. Raises InputError listing problems with them or with --run."""
     run = arguments.run
     if run is None:
-        problems.append("--run is required; pass a run folder, such as --run runs/x")
-    elif not (run / "config.yaml").is_file():
-        known = len(problems)
-        problems.attempt(refuse_url, str(run))
-        if len(problems) == known:
-            problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
-    elif not read_config(run):
-        problems.append(
+        raise InputError("--run is required; pass a run folder, such as --run runs/x")
+    if not (run / "config.yaml").is_file():
+        refuse_url(str(run))
+        raise InputError(f"--run {run}: not a run folder (it contains no config.yaml)")
+    if not read_config(run):
+        raise InputError(
             f"--run {run}: config.yaml is damaged or empty, so the card could not describe the training; restore it "
             "from a copy of the run, such as its mirror"
         )
-    else:
-        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        return problems.attempt(find_publishable, run, **wanted) or []
-    return []
+    return find_publishable(run, steps=arguments.checkpoint, milestones=arguments.milestones, final=arguments.final)
 
 
 def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
@@ -96,13 +91,9 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
         problems += login_problems()
     if arguments.sign is not None:
         arguments.sign = problems.attempt(load_key, "--sign", arguments.sign)
-    models = find_models(arguments, problems)
+    models = problems.attempt(find_models, arguments) or []
     if output := arguments.output:
-        problems.attempt(refuse_url_output, "--output", output)
-        if output.exists() and not output.is_dir():
-            problems.append(f"--output {output}: must be a folder, not a file")
-        elif problem := output_problem(output):
-            problems.append(f"--{problem}")
+        problems.attempt(require_output, "--output", output)
         taken = [model.revision for model in models if (output / model.revision).exists()]
         problems += [f"--output {output}: already contains {name}; use another folder" for name in taken]
     problems.stop_if_any()
@@ -114,14 +105,14 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     """Writes one of a run's models as a GGUF file. Raises InputError, or PublishError if the disk is full."""
     file = arguments.gguf
-    problems.attempt(refuse_url_output, "--gguf", file)
+    problems.attempt(require_output, "--gguf", file, "model.gguf")
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():
         problems.append(f"--gguf {file}: already exists; use another name")
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
-    models = find_models(arguments, problems)
+    models = problems.attempt(find_models, arguments) or []
     # These modules import torch.
     from pretrain_tools.publishing.gguf_comparison import comparison_note, validation_text
     from pretrain_tools.publishing.gguf_file import check_convertible, write_gguf
@@ -133,12 +124,18 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     problems.stop_if_any()
     (model,) = models
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
-    with writing_to(file.parent), emptied(file.with_name(f".gguf-{file.name}")) as folder:
-        copy_model(model, folder, dtype)
-        note = comparison_note(folder, validation_text(arguments.run))
-        write_gguf(folder, folder / file.name, dtype, arguments.run.resolve().name)
-        (folder / file.name).rename(file)
-    print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
+    folder = file.with_name(f".gguf-{file.name}")
+    with writing_to(file.parent), folder_lock(file.with_name(f".{file.name}.lock")):
+        shutil.rmtree(folder, ignore_errors=True)  # from a killed process
+        folder.mkdir()
+        try:
+            copy_model(model, folder, dtype)
+            note = comparison_note(folder, validation_text(arguments.run))
+            write_gguf(folder, folder / file.name, dtype, arguments.run.resolve().name)
+            (folder / file.name).rename(file)
+        finally:
+            shutil.rmtree(folder)
+    print(f"{file}: step {model.step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}")
 
 
 def publish_models(arguments: Namespace, models: list[Model]) -> None:
@@ -146,9 +143,8 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
     staging = arguments.output or arguments.run / STAGING
     with writing_to(staging):
         staging.mkdir(parents=True, exist_ok=True)
-    url = ""
-    if not arguments.dry_run:
-        url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
+    act = partial(open_repository, arguments.repo, private=arguments.private)
+    url = "" if arguments.dry_run else retry(arguments, act)
     for model in models:
         publish_model(arguments, model, staging, url)
     # Evaluation can take hours, so the model is uploaded first.
@@ -156,14 +152,9 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
             print(f"{model.revision}: waiting for evaluation scores (see {log})", flush=True)
-            wait_until_free(log)
+            with suppress(OSError), open(log, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # returns when the evaluation has ended
             publish_model(arguments, model, staging, url)
-
-
-def wait_until_free(path: Path) -> None:
-    """Waits until no process holds a file locked by `processes.hold_while_open`."""
-    with suppress(OSError), open(path, "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
@@ -197,23 +188,6 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
 
 
 @contextmanager
-def emptied(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder without the files of a killed process, and removes it at the end.
-
-    Raises InputError if another process uses the folder.
-    """
-    folder.mkdir(exist_ok=True)
-    with folder_lock(folder / LOCK_FILE):
-        try:
-            for path in folder.iterdir():
-                if path.name != LOCK_FILE:
-                    delete(path)
-            yield folder
-        finally:
-            shutil.rmtree(folder)
-
-
-@contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Converts errors from a full or read-only disk to PublishError."""
     try:
@@ -229,10 +203,7 @@ def record(arguments: Namespace, **facts: object) -> None:
     """Records the outcome of an upload in the run's metrics.jsonl, if train.py started it."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
-        try:
-            append_events(arguments.run, [event])
-        except OSError as error:
-            print(f"the upload couldn't be recorded in metrics.jsonl ({error})", file=sys.stderr)
+        append_events(arguments.run, [event])
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
@@ -244,7 +215,7 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
             if attempt == 1:
                 record(arguments, problem=f"{failure}; retrying")
             wait = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr, flush=True)
+            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr)
             time.sleep(wait)
     return act()
 
@@ -260,10 +231,8 @@ def verify(place: str, public_key: Path | None) -> int:
     folder = folder if folder.is_dir() else download("--verify", place)
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)
-    if verifier is not None and is_signed:
-        problems += signature_problems(folder, verifier)
-    elif verifier is not None and not any(problem.startswith(SIGNATURE_FILE) for problem in problems):
-        problems.append(f"{SIGNATURE_FILE} is missing: the folder isn't signed")
+    if verifier is not None:
+        problems += [problem for problem in signature_problems(folder, verifier) if problem not in problems]
     if problems:
         print("\n".join(f"{place}: {printable(problem)}" for problem in problems))
         return EXIT_NOT_PUBLISHED

@@ -51,6 +51,5 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
     except Exception as error:  # parsers, cryptography and model-signing raise many types
         if names := re.findall(r"Hash mismatch for \\*'(.+?)\\*': Expected", str(error)):
             return [f"{name} was changed after it was signed" for name in names]
-        reason = " ".join(str(error).split())[:200]
-        return [f"{SIGNATURE_FILE} doesn't match the files or the key ({type(error).__name__}: {reason})"]
+        return [f"{SIGNATURE_FILE} doesn't match the files or the key ({one_line(error)})"]
     return []

@@ -161,14 +161,11 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
 
     from pretrain.checkpoint.tensor_files import SavedTensors, write_group
     from pretrain.hardware import DTYPES
-    from pretrain.model.model_config import load_model_config, register_code_of
     from pretrain.model.published_names import PublishedNames
     from pretrain.parallel.tensor_group import TensorGroup
-    from pretrain_tools.runs.merge import note_dtype
+    from pretrain_tools.runs.merge import config_of, note_dtype
 
-    if trusted:
-        register_code_of(str(source))
-    published = PublishedNames(load_model_config(str(source)))
+    published = PublishedNames(config_of(source, trusted))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
     # Buffers stay in fp32, because a rounded router bias would select different experts.

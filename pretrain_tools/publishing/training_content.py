@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain_tools.publishing.card import render
 from pretrain_tools.publishing.facts import DataSource, Facts
-from pretrain_tools.runs.history import is_number
+from pretrain_tools.runs.history import measured
 
 TRAINING_CONTENT_FILE = "training_content.md"
 GENERAL_PURPOSE_FLOPS = 1e23
@@ -31,7 +31,7 @@ def training_content(facts: Facts) -> str:
     others = [source for source in sources if source.preparation.get("files")]
     unknown = [source for source in sources if source not in from_hub and source not in others]
     unique = sum(source.tokens or 0 for source in sources)
-    starts = [event["time"] for event in facts.history.of("start") if is_number(event.get("time"))]
+    starts = [event["time"] for event in measured(facts.history.of("start"), "time")]
     made = [source.preparation for source in sources]
     languages = sum((Counter(one.get("languages")) for one in made), Counter())
     domains = sum((Counter(one.get("domains")) for one in made), Counter())

@@ -1,7 +1,7 @@
 """Sends signals to child processes."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -20,6 +20,17 @@ def signal_tree(pid: int, number: int) -> None:
 
 
 @contextmanager
+def signals_handled(handle: Callable[[int, object], None]) -> Iterator[None]:
+    """Calls `handle` for Ctrl-C, SIGTERM and SIGHUP during a with block."""
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def signals_passed_on() -> Iterator[list[int]]:
     """Forwards signals to all child processes during a with block. Yields a list of the signals received so far.
 
@@ -32,9 +43,5 @@ def signals_passed_on() -> Iterator[list[int]]:
         for process in psutil.Process().children():
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with signals_handled(pass_on):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

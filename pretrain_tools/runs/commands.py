@@ -30,8 +30,8 @@ def steer(run: Path, command: str, *, timeout: float) -> int:
     request = new_request(run, command)  # outside `try`, because only a sent request can be withdrawn
     try:
         send(run, request)
-        print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
-        print(wait_for_answer(run, request, timeout_seconds=timeout), flush=True)
+        print(f"{command}: waiting for the run ...", file=sys.stderr)
+        print(wait_for_answer(run, request, timeout_seconds=timeout))
         return 0
     except KeyboardInterrupt:
         withdraw(run, request)

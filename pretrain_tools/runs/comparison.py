@@ -93,9 +93,9 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
         "peak memory": text_of(max(history.values("peak_memory_bytes"), default=None), bytes_text),
         "energy": history.energy or "-",
     }
-    for key, name in MEASURES.items() if history.of("diagnostics") else ():
-        values = list(filter(is_number, history.last("diagnostics")[key]))
-        if values:
+    diagnostics = history.last("diagnostics")
+    for key, name in MEASURES.items():
+        if values := list(filter(is_number, diagnostics.get(key, ()))):
             results[f"{name}, median and largest"] = f"{statistics.median(values):.3g}, {max(values):.3g}"
     for name in ("resume", "rollback", "spike", "skip", "warning"):
         results[f"{name} events"] = text_of(len(history.of(name)) or None, str)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from glob import glob
@@ -17,18 +18,15 @@ from pathlib import Path
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, is_cut, last_events, parse_lines, read_metrics
-from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
+from pretrain.runs.run_folder import METRICS_FILE, output_problem, read_config, read_json, setting
 from pretrain.units import energy_text
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
 """Events that can repeat a measurement at the same step. Only the last one is used, preferably one without --limit."""
-NO_MEASURES = {
-    "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
-    "evaluated_tokens",
-}  # fmt: skip
-"""Keys of an `evaluation` event that aren't scores."""
+NO_MEASURES = {"step", "tokens", "few_shots", "time", "hours", "samples", "limit", "evaluated_tokens"}
+"""Keys of an `evaluation` event whose numbers aren't scores."""
 CONTAMINATION_KEYS = {"benchmark", "items", "sought", "found", "documents", "remove"}
 """Keys of a row in data.json's contamination (see data/data_record.py)."""
 
@@ -77,20 +75,20 @@ class History:
 
     folder: Path
     events: list[Event] = field(repr=False)
-    joules: float | None = None
-    """Energy of all logged steps, including repeated ones; None if not logged."""
+    joules: float = 0.0
+    """Energy of all logged steps, including repeated ones; 0 if not logged."""
 
     @classmethod
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
         """Builds a history from logged events. Adds `hours` to them in place."""
         count_hours(logged)
-        joules = [event["joules"] for event in measured(logged, "joules")]
-        return cls(folder, current_events(logged), sum(joules) if joules else None)
+        joules = sum(event["joules"] for event in measured(logged, "joules"))
+        return cls(folder, current_events(logged), joules)
 
     @property
     def energy(self) -> str | None:
         """Energy of all logged steps as text, with the emissions if their intensity is set; None if not logged."""
-        if self.joules is None:
+        if not self.joules:
             return None
         grid = setting(read_config(self.folder), "energy.carbon_grams_per_kwh")
         return energy_text(self.joules, self.last("start").get("energy"), grid)
@@ -178,10 +176,18 @@ def refuse_url(text: str) -> None:
         )
 
 
-def refuse_url_output(option: str, path: Path) -> None:
-    """Raises InputError if the path of an output file or folder is a URL."""
+def require_output(option: str, path: Path, file_name: str | None = None) -> Path:
+    """Returns the path of an output folder or, with an example of a file name, of an output file.
+
+    Raises InputError if it can't be written, or is a URL.
+    """
     if url := url_in(str(path)):
         raise InputError(f"{option} {url}: must be a local path; write it to this machine and upload it from there")
+    if file_name and path.is_dir():
+        raise InputError(f"{option} {path}: is a folder; use a path such as {path / file_name}")
+    if problem := output_problem(path.parent if file_name else path):
+        raise InputError(problem.replace("output", option, 1))
+    return path
 
 
 def url_in(text: str) -> str | None:
@@ -228,13 +234,16 @@ def _is_data_record(record: object) -> bool:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Appends events to metrics.jsonl, even while the run is writing to it. Raises OSError."""
+    """Appends events to metrics.jsonl, even while the run is writing to it. If that fails, prints a warning."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
-    with open(run / METRICS_FILE, "a+b", buffering=0) as file:
-        if is_cut(file):
-            text = "\n" + text
-        # A single unbuffered write in append mode can't interleave with other processes' lines.
-        file.write(text.encode())
+    try:
+        with open(run / METRICS_FILE, "a+b", buffering=0) as file:
+            if is_cut(file):
+                text = "\n" + text
+            # A single unbuffered write in append mode can't interleave with other processes' lines.
+            file.write(text.encode())
+    except OSError as error:  # a full disk must not abort a long evaluation or an upload
+        print(f"warning: cannot append to {run / METRICS_FILE} ({error})", file=sys.stderr)
 
 
 def count_hours(events: list[Event]) -> None:

@@ -24,9 +24,9 @@ from pretrain.model.model_config import config_differences, load_model_config, r
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.event_log import read_metrics
-from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain.runs.run_folder import checkpoint_folders
 from pretrain_tools.runs.addresses import ModelAddress, find_models, newest_models
-from pretrain_tools.runs.history import refuse_url_output
+from pretrain_tools.runs.history import require_output
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
@@ -127,12 +127,9 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
         # A final/ whose `end` event is missing has no step.
         steps = sorted({address.step for address in addresses} - {None})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
-    refuse_url_output("--output", asked)
     if asked.exists():
         raise InputError(f"--output {asked}: already exists; remove it, or use another folder")
-    if problem := output_problem(asked):
-        raise InputError(f"--{problem}")
-    return asked
+    return require_output("--output", asked)
 
 
 def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tuple[TensorGroup, PublishedNames]:
@@ -142,7 +139,7 @@ def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tup
     differ.
     """
     problems = Problems()
-    configs = [problems.attempt(_config_of, address.folder, trusted) for address in addresses]
+    configs = [problems.attempt(config_of, address.folder, trusted) for address in addresses]
     saved = [SavedTensors(address.folder, prefix) for address in addresses]
     problems += [
         f"merge {address.name}: contains no safetensors files"
@@ -174,7 +171,8 @@ def mean_of(addresses: list[ModelAddress], prefix: str, *, trusted: bool) -> tup
     return TensorGroup(shapes, dict.fromkeys(shapes, torch.float32), mean), published
 
 
-def _config_of(folder: Path, trusted: bool) -> PreTrainedConfig:
+def config_of(folder: Path, trusted: bool) -> PreTrainedConfig:
+    """Loads a model folder's config. trusted: run the folder's own code."""
     if trusted:
         register_code_of(str(folder))
     return load_model_config(str(folder))

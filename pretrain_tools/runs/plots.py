@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.event_log import Event
-from pretrain.runs.run_folder import output_problem
 from pretrain.terminal import printable
 from pretrain_tools.runs.history import (
     MEASURES,
@@ -22,7 +21,7 @@ from pretrain_tools.runs.history import (
     count_flops,
     is_number,
     read_history,
-    refuse_url_output,
+    require_output,
     require_runs,
 )
 
@@ -91,16 +90,11 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    path = output or folder / "plot.png"
-    refuse_url_output("--output", path)
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot.png'}")
+    path = require_output("--output", output or folder / "plot.png", "plot.png")
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     histories = {str(run): read_history(run) for run in runs}
     if not any(history.of("train") for history in histories.values()):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
-    if problem := output_problem(path.parent):
-        raise InputError(f"--{problem}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_png(histories, path)
     return path
@@ -216,12 +210,10 @@ def diagnostics_panels(history: History) -> list[Panel]:
     from matplotlib import colormaps
 
     panels = []
+    events = history.of("diagnostics")
+    layers = dict.fromkeys(name for event in events for name in event["layers"])
     for measure, title in MEASURES.items():
-        rows = [
-            {"step": event["step"], **dict(zip(event["layers"], event[measure], strict=True))}
-            for event in history.of("diagnostics")
-        ]
-        layers = dict.fromkeys(name for event in history.of("diagnostics") for name in event["layers"])
+        rows = [{"step": event["step"], **dict(zip(event["layers"], event[measure], strict=True))} for event in events]
         points = {name: points_of(rows, "step", name) for name in layers}
         measured = [name for name in layers if points[name].size]
         lines = [
@@ -240,7 +232,7 @@ def points_of(events: Iterable[Event], position: str, *measures: str) -> NDArray
     """Returns an array [x, y, ...] of the events in which all these values are finite numbers."""
     names = (position, *measures)
     rows = [[event.get(name) for name in names] for event in events]
-    finite = [row for row in rows if all(is_number(value) and math.isfinite(value) for value in row)]
+    finite = [row for row in rows if all(map(is_number, row))]
     return np.array(finite, float).reshape(-1, len(names)).T
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, shortened
 from pretrain.processes import is_alive
 from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
@@ -274,13 +274,12 @@ def _value_text(value: object) -> str:
         return f"{value:.4g}"
     if is_number(value):
         return f"{value:,}"
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(" ".join(str(value).split()), 80)
 
 
-def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve with block characters. Each character shows the mean of one of `width` equal intervals."""
-    width = min(width, len(values))
+def sparkline(values: list[float]) -> str:
+    """Draws a curve with block characters. Each character shows the mean of one of 40 equal intervals."""
+    width = min(40, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
     low = min(means)

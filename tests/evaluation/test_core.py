@@ -4,7 +4,9 @@ import csv
 import json
 import math
 import random
+import shutil
 import statistics
+from argparse import Namespace
 
 import pytest
 import torch
@@ -28,6 +30,12 @@ CHANCE = {"boolq": 62, "bigbench_language_identification": 9.1}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory, tokenizer, shards):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny", tokenizer, read_manifest(shards))
+
+
+def scored(folder, names, include_path=None, bundle=None, **options):
+    arguments = Namespace(num_fewshot=None, limit=None, batch_size=None, precision="auto", trust_remote_code=False)
+    vars(arguments).update(options)
+    return score_tasks(folder, select_tasks(names, include_path, bundle), evaluation_strategy(), arguments)
 
 
 def items_of(kind, number):
@@ -103,9 +111,7 @@ def test_core_equals_a_hand_calculation(model_folder, bundle, precision):
 
     Losses are in fp32. Rounded to bf16, many choices would have the same loss.
     """
-    scores = score_tasks(
-        model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision=precision
-    )
+    scores = scored(model_folder, ["core"], bundle=bundle, precision=precision)
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=DTYPES[precision]).eval()
     tokenizer, centered, errors = AutoTokenizer.from_pretrained(model_folder), [], []
@@ -130,7 +136,7 @@ def test_core_equals_a_hand_calculation(model_folder, bundle, precision):
 def test_a_limit_below_the_number_of_examples(model_folder, bundle):
     """Ten-shot tasks can be tested with a single item, whose examples are then the following items."""
     for limit in (1, 0.1):
-        scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), limit=limit)
+        scores = scored(model_folder, ["core"], bundle=bundle, limit=limit)
         assert {score.samples for score in scores[:-1]} == {1 if limit == 1 else 2}
 
 
@@ -178,7 +184,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
     }.items():
         copa.write_text(item + "\n")
         with pytest.raises(InputError, match=rf"copa.jsonl:1: invalid multiple_choice item \({problem}\)"):
-            score_tasks(model_folder, select_tasks(["core"], None, broken), evaluation_strategy())
+            scored(model_folder, ["core"], bundle=broken)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +216,7 @@ def small_tasks(tmp_path_factory):
 @torch.no_grad()
 def test_bits_per_byte_equal_a_hand_calculation(model_folder, small_tasks):
     folder, items = small_tasks
-    scores = score_tasks(model_folder, select_tasks(["small"], folder), evaluation_strategy(), precision="fp32")
+    scores = scored(model_folder, ["small"], folder, precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -240,5 +246,13 @@ def test_tasks_with_several_correct_answers_have_no_bits_per_byte(model_folder, 
     folder, _ = small_tasks
     task = yaml.safe_load((folder / "piqa.yaml").read_text()) | {"task": "several", "doc_to_target": "{{[0, 1]}}"}
     (tmp_path / "several.yaml").write_text(yaml.safe_dump(task))
-    (score,) = score_tasks(model_folder, select_tasks(["several"], tmp_path), evaluation_strategy())
+    (score,) = scored(model_folder, ["several"], tmp_path)
     assert score.measures["acc"] == 1 and "bits_per_byte" not in score.measures
+
+
+def test_a_set_without_a_mean_keeps_its_scores(model_folder, small_tasks, tmp_path, capsys):
+    own = shutil.copytree(small_tasks[0], tmp_path / "own")
+    task = yaml.safe_load((own / "piqa.yaml").read_text()) | {"doc_to_target": "{{[0, 1]}}"}
+    (own / "piqa.yaml").write_text(yaml.safe_dump(task))
+    assert {score.task for score in scored(model_folder, ["small"], own)} == set(SMALL_TASKS)
+    assert "warning: --tasks small: piqa in --include_path does not score" in capsys.readouterr().err

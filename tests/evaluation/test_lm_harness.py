@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.registry import TASKS
+from pretrain_tools.evaluation.evaluate import own_score
 from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, only_main_prints
+from pretrain_tools.evaluation.results import ModelResults, TaskScore
 from pretrain_tools.evaluation.task_names import BASE_TASKS, task_problems
+from pretrain_tools.runs.addresses import ModelAddress
 from support.project import ROOT
 
 
@@ -33,6 +37,13 @@ def test_other_ranks_are_silent(capsys):
             print("out")
             print("error", file=sys.stderr)
     assert capsys.readouterr() == ("out\n", "error\n")
+
+
+def test_the_limit_is_not_recorded_for_tasks_that_ignore_it(monkeypatch):
+    monkeypatch.setitem(TASKS, "mine", lambda model, tokenizer: {"acc": 1.0})
+    scores = [own_score("mine", None, None), TaskScore("theirs", {"acc": 0.5}, 0, 10, "1")]
+    results = ModelResults(ModelAddress("x", Path("x")), 1, tasks=scores, limit=10)
+    assert [(line["task"], line["limit"]) for line in results.lines()] == [("mine", None), ("theirs", 10)]
 
 
 def test_the_base_set_names_tasks_that_exist():

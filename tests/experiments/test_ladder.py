@@ -33,6 +33,7 @@ def write_ladder_run(
     optim = {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, **optim}
     settings = {"seed": seed, "output": str(folder), "data": {"sequence_length": 64}, "optim": optim}
     settings |= {"batch": {"tokens_per_step": batch}} if batch else {}
+    settings |= {"diagnostics": {"every_steps": seed}, "energy": {"carbon_grams_per_kwh": seed}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "data.json").write_text(json.dumps({"data/x": {"tokenizer": {"sha256": tokenizer}}}))
     lines = [{"event": "start", "step": 0, "total_steps": 10}]
@@ -98,6 +99,8 @@ def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     assert "all runs have the same size" in refusal(tmp_path / "three/32")
     with pytest.raises(InputError, match=r"--output \.: is a folder; use a path such as ladder"):
         report_ladder([tmp_path / "three"], predict=[], output=Path())
+    with pytest.raises(InputError, match=r"--output s3://b/x: must be a local path"):
+        report_ladder([tmp_path / "three"], predict=[], output=Path("s3://b/x/ladder"))
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)

@@ -60,6 +60,7 @@ def test_values_are_split_only_outside_brackets():
         ({"vary": ["a=1,2"], "search": 5}, "requires a range"),
         ({"vary": ["seed=1,2"], "seeds": 2}, "use only one of them"),
         ({"vary": ["output=a,b"]}, "its own folder"),
+        ({"vary": ["a=1,2"], "output": Path("s3://b/x")}, "--output s3://b/x: must be a local path"),
         ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "use only one of them"),
     ],
 )

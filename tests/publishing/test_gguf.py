@@ -2,6 +2,8 @@
 why not."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain_tools.preparation.tokenizer_training import _trained
-from pretrain_tools.publishing import gguf_file
+from pretrain_tools.publishing import gguf_comparison, gguf_file
 from pretrain_tools.publishing.gguf_comparison import compare, comparison_note, validation_text
 from pretrain_tools.publishing.gguf_file import check_convertible, write_gguf
 from support.project import ROOT, run_script
@@ -98,6 +100,16 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
     with pytest.raises(InputError, match="tokens differ, starting at token"):
         comparison_note(folder, TEXT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_the_file_to_compare_is_inside_the_folder_that_is_removed_after_a_kill(tmp_path, own_tokenizer, monkeypatch):
+    folder = write_model(tmp_path / "model", own_tokenizer, MODELS["llama"], seed=1)
+    compared = []
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(__version__="1"))
+    monkeypatch.setattr(gguf_comparison, "compare", lambda _, file, text: compared.append(file) or (1, 0.0))
+    before = sorted(folder.iterdir())
+    comparison_note(folder, "")
+    assert folder in compared[0].parents and sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])

@@ -116,6 +116,11 @@ def test_only_measures_of_an_evaluation_are_scores():
     assert len(current_events([line | about, zero_shot])) == 2, "results with different shots must both be kept"
 
 
+def test_events_that_cannot_be_appended_give_a_warning(tmp_path, capsys):
+    append_events(tmp_path / "gone", [{"event": "publish"}])
+    assert f"warning: cannot append to {tmp_path}/gone/metrics.jsonl" in capsys.readouterr().err
+
+
 def test_lines_of_another_process_neither_break_lines_nor_count_hours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 0}\n{"event": "tra')
     append_events(tmp_path, [{"event": "publish", "step": 1, "time": 7200}, {"event": "end", "time": 36}])

@@ -435,5 +435,5 @@ for command in sys.argv[1:]:
 
 
 def test_sparklines_follow_the_values():
-    assert sparkline([3.0, 2.0, 1.0], width=3) == "█▅▁" and sparkline([1.0]) == "▁"
-    assert len(sparkline([float(n) for n in range(1000)], width=40)) == 40
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" and sparkline([1.0]) == "▁"
+    assert len(sparkline([float(n) for n in range(1000)])) == 40

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from pretrain.config import RunConfig
 from pretrain.files import SEAL_FILE
 from pretrain.recipe import read_run_config
-from pretrain_tools.experiments import small_runs
+from pretrain_tools.experiments import small_runs, sweep
 from support.run_logs import end_line, start_line, train_line, validation_line, write_run
 
 
@@ -34,5 +34,5 @@ def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[s
 
     # Don't replace subprocess.Popen itself, because modules imported later may use it in annotations.
     monkeypatch.setattr(small_runs, "subprocess", SimpleNamespace(**(vars(subprocess) | {"Popen": popen})))
-    monkeypatch.setattr(small_runs, "POLL_SECONDS_OF_RUNS", 0.0)
+    monkeypatch.setattr(sweep, "POLL_SECONDS_OF_RUNS", 0.0)
     return trained
