@@ -105,7 +105,7 @@ class ModelShapes:
 
     def decays(self, name: str) -> bool:
         """Returns True if weight decay applies to a parameter. Embeddings, norms and biases aren't decayed."""
-        is_vectors = name.endswith("_bias")  # stacked expert biases
+        is_vectors = name.endswith(("_bias", "A_log"))  # stacked expert biases, and Mamba's decay rates
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
     def is_hidden_matrix(self, name: str) -> bool:

@@ -151,6 +151,12 @@ def test_full_shapes_decide_about_weight_decay():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
+def test_decay_rates_of_mamba_are_not_hidden_matrices():
+    shapes = builder(parameters_in_module({"mixer.A_log": (16, 8), "up.weight": (16, 8)})).spec.model
+    assert [name for name in shapes.shapes if shapes.decays(name)] == ["up.weight"]
+    assert [name for name in shapes.shapes if shapes.is_hidden_matrix(name)] == ["up.weight"]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("adamw", torch.float32), ("adafactor", torch.float32), ("adafactor", torch.bfloat16), ("muon", torch.float32)],
