@@ -99,7 +99,6 @@ class Checkpoints:
         self.folder = run / "checkpoints"
         self.ranks = ranks
         self.settings = settings
-        self.in_background = settings.async_save
         self.last_step: int | None = None
         """Step of the latest checkpoint that was saved or loaded."""
         self.begun_step: int | None = None
@@ -155,7 +154,7 @@ class Checkpoints:
         save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
         self._in_flight = save
         save.thread.start()
-        if not self.in_background:
+        if not self.settings.async_save:
             self._wait_for(save)
         save.stall_seconds = time.perf_counter() - save.started
 
@@ -190,12 +189,11 @@ class Checkpoints:
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
         on_gpu = False
-        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, self.beat, on_host=not self.in_background)
-        for file, name, tensor in mine:
-            on_gpu = on_gpu or tensor.is_cuda
-            if not self.in_background:
-                staged.setdefault(file, {})[name] = tensor.contiguous()
+        for file, name, tensor in shares(prefix, group, self.ranks.rank, self.ranks.count, self.beat):
+            if not self.settings.async_save:
+                staged.setdefault(file, {})[name] = tensor.to("cpu").contiguous()
                 continue
+            on_gpu = on_gpu or tensor.is_cuda
             if file not in staged:
                 layout = {each: (group.shapes[each], group.dtypes[each]) for each in plan[file]}
                 if file not in self._memory or self._memory[file].layout != layout:

@@ -79,26 +79,22 @@ def shares(
     rank: int,
     ranks: int,
     beat: Callable[[], None],
-    *,
-    on_host: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields (file, name, tensor) for each tensor that this rank writes.
+
+    The tensors are on the device and may share memory with parameters.
 
     A collective call, because gathering a tensor may need all ranks. Files are assigned to ranks round-robin, starting
     at different ranks for the model and the optimizer.
 
-    Args:
-        beat: called for every tensor.
-        on_host: copies tensors to CPU memory. Otherwise, tensors stay on the device and may share memory with
-            parameters.
+    beat: called for every tensor.
     """
     first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
         mine = (first + number) % ranks == rank
         for name in names:
             beat()
-            tensor = group.fetch(name, mine) if on_host else group.whole(name, mine)
-            if tensor is not None:
+            if (tensor := group.whole(name, mine)) is not None:
                 yield file, name, tensor
 
 
@@ -126,7 +122,7 @@ def write_group(
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
         tensors = {}
         for _, name, tensor in entries:
-            tensor = tensor.to((dtypes or {}).get(name, tensor.dtype)).contiguous()
+            tensor = tensor.to("cpu").to((dtypes or {}).get(name, tensor.dtype)).contiguous()
             tensors |= published.split(name, tensor) if published else {name: tensor}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
