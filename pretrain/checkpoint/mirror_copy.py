@@ -380,14 +380,11 @@ class MirrorCopier:
 def hold(folder: Path, held: Path) -> Path:
     """Hard-links a checkpoint's files into `held`, to protect them from pruning.
 
-    Returns `held`, or the original folder if the disk doesn't support hard links. Raises FileNotFoundError if the
-    checkpoint is pruned first.
+    Returns `held`, or the original folder if the disk doesn't support hard links or if the checkpoint has just been
+    pruned. Raises FileNotFoundError if it was pruned earlier.
     """
     try:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            target = held / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, target)
+        shutil.copytree(folder, held, copy_function=os.link)
     except FileNotFoundError:
         raise
     except OSError:

@@ -138,9 +138,9 @@ class MirrorStore:
 
     def steps(self) -> tuple[list[int], list[int]]:
         """Returns (steps of sealed checkpoints, steps of incomplete checkpoints)."""
-        files = [name.split("/") for name in self.sizes("checkpoints")]
-        found = {step_named(path[0]) for path in files} - {None}
-        sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
+        names = self.sizes("checkpoints")
+        found = {step_named(name.split("/")[0]) for name in names} - {None}
+        sealed = {step for step in found if f"{checkpoint_name(step)}/{SEAL_FILE}" in names}
         return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
