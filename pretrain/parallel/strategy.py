@@ -437,12 +437,16 @@ class Strategy:
 
     def optimizer_tensors(self) -> TensorGroup:
         """Returns the optimizer state, with names like '<parameter>.<state>'."""
-        shapes = {
+        tensors = optimizer_state_by_name(self.inner_optimizer, self.name_of)
+        return self.of_all_stages(TensorGroup.of(tensors, self.state_shapes()))
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns {'<parameter>.<state>': unsharded shape} for the parameters that this rank updates."""
+        return {
             f"{name}.{key}": shape
             for name in self.name_of.values()
             for key, shape in self.spec.state_shapes(name).items()
         }
-        return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def state_problem(self) -> str:
         """Returns an error if a checkpoint wouldn't contain this rank's whole optimizer state, otherwise ""."""
@@ -485,7 +489,7 @@ class Strategy:
         """Returns the weights that must be bitwise equal on several ranks; see `replica_differences`."""
         if self.ranks.count == 1:
             return []
-        return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
+        return [(None, self.weights())]
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> set[tuple[str, str]]:

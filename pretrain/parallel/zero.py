@@ -278,9 +278,7 @@ class Zero(Strategy):
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
             return super().optimizer_tensors()
-        names = self.parameter_of if self.optimizer.optimizer.state else ()
-        shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
-        return gathered_group(shapes, self.get)
+        return gathered_group(self.state_shapes() if self.optimizer.optimizer.state else {}, self.get)
 
     def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         if self.spec.state_is_whole:
@@ -337,21 +335,21 @@ class Zero(Strategy):
             groups = [{"params": list(self.name_of)}]
             load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer, groups)
             return
-        kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
-        shapes = {f"{name}.{key}": shape for name, keys in kept.items() for key, shape in keys.items()}
+        shapes = self.state_shapes()
         check_state(self.config.optim.name, shapes, optimizer)
 
         def state_of(parameters: list[torch.Tensor], flat: torch.Tensor) -> dict[str, torch.Tensor]:
             names = [self.name_of[parameter] for parameter in parameters]  # all have the same keys
             return {
                 key: torch.zeros_like(flat) if shape else self._scalar_of_all(names, key, optimizer).to(flat.device)
-                for key, shape in kept[names[0]].items()
+                for key, shape in self.spec.state_shapes(names[0]).items()
             }
 
         self.masters.create_state(state_of)
-        for name, keys in kept.items():
-            for key in (key for key, shape in keys.items() if shape):
-                self.masters.set(self.parameter_of[name], key, optimizer[f"{name}.{key}"])
+        for state, shape in shapes.items():
+            if shape:
+                name, _, key = state.rpartition(".")
+                self.masters.set(self.parameter_of[name], key, optimizer[state])
         self.masters.release()
 
     def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
