@@ -267,14 +267,13 @@ class MeshStrategy(Strategy):
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
-            for part in expert_modules(module).values() if self.sizes.ep > 1 else ():
-                placement = partial(dimension_to_shard, self.sizes.efsdp)
-                mesh = self.mesh.shards(experts=True)
-                apply(part, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
+            experts = expert_modules(module).values() if self.sizes.ep > 1 else ()
+            parts = [(part, self.mesh.shards(experts=True)) for part in experts]
             if module in layers:
-                placement = partial(dimension_to_shard, self.sizes.fsdp)
-                mesh = self.mesh.shards()
-                apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
+                parts.append((module, self.mesh.shards()))
+            for part, mesh in parts:
+                placement = partial(dimension_to_shard, mesh.shape[-1])
+                apply(part, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
         """Module with the last stage's copy of the embedding, if the first stage is on the same rank."""
@@ -335,7 +334,7 @@ class MeshStrategy(Strategy):
         return PipelineModel(
             self.roots,
             self.stage_owners,
-            self.config.pipeline.schedule,
+            schedule,
             self.microbatches,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.pp_group,
@@ -430,13 +429,11 @@ class MeshStrategy(Strategy):
         """
         if self.sizes.pp == 1:
             return mine
-        facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}
-        facts_of_rank: list[dict] = [{} for _ in range(self.sizes.pp)]
-        dist.all_gather_object(facts_of_rank, facts, group=self.pp_group)
-        owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in facts_of_rank[rank]}
-        names = sorted(owners, key=self.place_of)
-        shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
-        dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
+        of_rank: list = [None] * self.sizes.pp
+        dist.all_gather_object(of_rank, (mine.shapes, mine.dtypes), group=self.pp_group)
+        owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in of_rank[rank][0]}
+        shapes = {name: of_rank[owners[name]][0][name] for name in sorted(owners, key=self.place_of)}
+        dtypes = {name: of_rank[owners[name]][1][name] for name in shapes}
 
         def gather(name: str) -> Tensor:
             if owners[name] == self.mesh.rank("pp"):
