@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -76,7 +76,7 @@ class ContextParallel(Dimension):
         if model.terms is not None:
             model.terms.sequences = PartsOfSequences(self.strategy.part, parts, group)
 
-    def after_sharding(self, model: LanguageModelLoss, called: torch.nn.Module) -> None:
+    def after_sharding(self, model: LanguageModelLoss, called: nn.Module) -> None:
         cut = functools.partial(part_of_batch, self.strategy.part, self.strategy.sizes.cp)
         called.register_forward_pre_hook(cut, with_kwargs=True)
 
@@ -109,7 +109,7 @@ def divides(heads: int, key_heads: int, parts: int) -> bool:
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
-def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def part_of_batch(part: int, parts: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Slices a batch to this rank's positions. Registered as a forward pre-hook of `LanguageModelLoss`.
 
     Attention arguments aren't sliced, because attention runs on full sequences.
@@ -162,7 +162,7 @@ def exchanging(
     attend: Attention,
     parts: int,
     group: str,
-    module: torch.nn.Module,
+    module: nn.Module,
     query_BHPE: Tensor,
     key_BGPE: Tensor,
     value_BGPE: Tensor,

@@ -193,7 +193,7 @@ class MeshStrategy(Strategy):
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         """Prepares the model as described in `Strategy`.
 
         Each rank holds at most one unsharded layer at a time, or the parameters outside the layers.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
@@ -127,7 +128,7 @@ class Zero(Strategy):
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         """Prepares the model as described in `Strategy`. In stage 3, at most one layer is unsharded at a time."""
         self.causal_lm = causal_lm = model.causal_lm
         if self.precision == "fp8":
@@ -141,7 +142,7 @@ class Zero(Strategy):
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
         # Record which parameters get a gradient, because DeepSpeed frees gradients immediately and substitutes zeros
         # for missing ones.
-        self.reached: set[torch.Tensor] = set()
+        self.reached: set[Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
@@ -179,7 +180,7 @@ class Zero(Strategy):
             return
         import deepspeed
 
-        def partition(module: torch.nn.Module) -> None:
+        def partition(module: nn.Module) -> None:
             if self.precision != "fp32":  # DeepSpeed doesn't cast partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
@@ -195,9 +196,9 @@ class Zero(Strategy):
     def _undo_rounding(
         self,
         model: LanguageModelLoss,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, Tensor],
         weights: InitialWeights,
-        drawn: Mapping[str, torch.Tensor],
+        drawn: Mapping[str, Tensor],
     ) -> None:
         """Restores the fp32 values of the master weights and rotary tables, which DeepSpeed has rounded.
 
@@ -254,10 +255,10 @@ class Zero(Strategy):
             self._keeps_whole = False
             self.model.set_gradient_accumulation_boundary(True)  # closing the context restores the old value
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def clip_and_step(self, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
         """Implements `update`. DeepSpeed clips to its configured norm and skips non-finite gradients."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -290,7 +291,7 @@ class Zero(Strategy):
         """Returns {name: unsharded shape} for all parameters."""
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Returns the flat master weight tensors by index."""
         return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
@@ -308,22 +309,22 @@ class Zero(Strategy):
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
 
-    def _average(self, name: str) -> torch.Tensor:
+    def _average(self, name: str) -> Tensor:
         """Gathers a parameter's average on every rank (a collective call)."""
         return self.masters.gathered(self.parameter_of[name], self._average_part(name))
 
-    def _average_part(self, name: str) -> torch.Tensor:
+    def _average_part(self, name: str) -> Tensor:
         """Returns this rank's partition of a parameter's average."""
         place = self.masters.places[self.parameter_of[name]]
         return place.narrow(self.average.means[str(place.group)])
 
-    def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
         self.average = WeightAverage(self.weights())
         for name, parameter in self.parameter_of.items():
             first, end = self.masters.places[parameter].mine
             self._average_part(name).copy_(average[name].flatten()[first:end])
 
-    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameter_of.items():
             self.masters.set(parameter, None, model[name].to(self.device))
         # ZeRO checkpoints from earlier releases have no buffers.
@@ -338,7 +339,7 @@ class Zero(Strategy):
         shapes = self.state_shapes()
         check_state(self.config.optim.name, shapes, optimizer)
 
-        def state_of(parameters: list[torch.Tensor], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        def state_of(parameters: list[Tensor], flat: Tensor) -> dict[str, Tensor]:
             names = [self.name_of[parameter] for parameter in parameters]  # all have the same keys
             return {
                 key: torch.zeros_like(flat) if shape else self._scalar_of_all(names, key, optimizer).to(flat.device)
@@ -352,7 +353,7 @@ class Zero(Strategy):
                 self.masters.set(self.parameter_of[name], key, optimizer[state])
         self.masters.release()
 
-    def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, Tensor]) -> Tensor:
         """Returns the scalar that these parameters of a flat tensor share. Raises InputError if they differ."""
         values = {name: float(saved[f"{name}.{key}"]) for name in names}
         least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
@@ -364,7 +365,7 @@ class Zero(Strategy):
             )
         return saved[f"{names[0]}.{key}"].clone()
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
         """Gathers a master weight or optimizer state ('<parameter>.<state>') on every rank (a collective call)."""
         key = None
         if name not in self.parameter_of:
@@ -453,13 +454,13 @@ def missing_for_nvme() -> str | None:
 
 def gathered_group(
     shapes: Mapping[str, tuple[int, ...]],
-    gather: Callable[[str], torch.Tensor],
-    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    gather: Callable[[str], Tensor],
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
     """Builds a group from fp32 tensors with these shapes, which `gather` returns flattened, and unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
-    def either(name: str) -> torch.Tensor:
+    def either(name: str) -> Tensor:
         return whole.gather(name) if name in buffers else gather(name).detach().view(shapes[name])
 
     return TensorGroup({**shapes, **whole.shapes}, dict.fromkeys(shapes, torch.float32) | whole.dtypes, either)
