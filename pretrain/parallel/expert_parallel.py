@@ -32,7 +32,31 @@ class ExpertParallel(Dimension):
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        return model_problem(model_config, sizes.ep)
+        if importlib.util.find_spec(DISPATCH) is None:
+            return (
+                f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
+            )
+        model = build_meta_model(model_config)
+        kind = model_config.model_type
+        experts = expert_modules(model)
+        counts = {module.num_experts for module in experts.values()}
+        names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
+        if not counts:
+            return f"model: {kind} has no experts; use ddp or fsdp2"
+        routed = {
+            f"{router.name.rpartition('.')[0]}.{own}"
+            for router in routers_of(model)
+            for own in expert_parameters(router)[0]
+        }
+        if routed - names:
+            return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
+        if not any(count % sizes.ep for count in counts):
+            return None
+        works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
+        return (
+            f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {sizes.ep} "
+            f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
+        )
 
     def divide(self, unit: str, module: nn.Module) -> None:
         mesh = self.strategy.mesh
@@ -46,33 +70,6 @@ class ExpertParallel(Dimension):
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
         if experts:  # a pipeline stage may have only dense layers
             torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
-
-
-def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
-    if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
-    model = build_meta_model(model_config)
-    kind = model_config.model_type
-    experts = expert_modules(model)
-    counts = {module.num_experts for module in experts.values()}
-    names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
-    if not counts:
-        return f"model: {kind} has no experts; use ddp or fsdp2"
-    routed = {
-        f"{router.name.rpartition('.')[0]}.{own}"
-        for router in routers_of(model)
-        for own in expert_parameters(router)[0]
-    }
-    if routed - names:
-        return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
-    if not any(count % size for count in counts):
-        return None
-    works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
-    return (
-        f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
-        f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
-    )
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
