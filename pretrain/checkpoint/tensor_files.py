@@ -47,12 +47,12 @@ class SavedTensors(TensorsOnDisk):
         return shapes_in_files(self.places.values())
 
 
-def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
+def plan_files(group: TensorGroup, prefix: str) -> dict[str, list[str]]:
     """Assigns tensors to files with HF-style names. Returns {file name: tensor names}."""
     sizes = {name: tensor_bytes(shape, group.dtypes[name]) for name, shape in group.shapes.items()}
     pattern = f"{prefix}{{suffix}}.safetensors"
     plan = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=MAX_FILE_BYTES
     )
     return plan.filename_to_tensors
 
