@@ -78,11 +78,5 @@ def compare(names: Sequence[str], digests: Tensor, ranks: Sequence[int]) -> list
         values, counts = digests[:, column].unique(return_counts=True)
         majority = values[counts.argmax()] if counts.max() > len(ranks) / 2 else None
         odd = [str(rank) for rank, value in zip(ranks, digests[:, column], strict=True) if value != majority]
-        if majority is None:
-            lines.append(f"{names[column]}: ranks {', '.join(map(str, ranks))} have different values")
-        else:
-            lines.append(
-                f"{names[column]}: rank{'s' if len(odd) > 1 else ''} {', '.join(odd)} differ"
-                f"{'' if len(odd) > 1 else 's'} from the other {len(ranks) - len(odd)}"
-            )
+        lines.append(f"{names[column]}: different on {len(odd)} of {len(ranks)} ranks: {', '.join(odd)}")
     return lines
