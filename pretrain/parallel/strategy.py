@@ -179,12 +179,6 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Returns error messages for the recipe settings that this strategy, called `name`, doesn't support."""
-        problems = []
-        if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
-            problems.append(
-                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
-                "fsdp2 or a mesh"
-            )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
             # This imports every optimizer, so we only do it here.
@@ -194,7 +188,7 @@ class Strategy:
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
-        return problems + [
+        return [
             f"{path}: {value} is not supported with {name}; use {' or '.join(allowed)}, or a strategy that supports "
             "it, such as ddp"
             for path, (value, allowed) in given.items()

@@ -54,6 +54,11 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
+        if config.optim.stochastic_rounding:
+            problems.append(
+                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
+                "fsdp2 or a mesh"
+            )
         from_disk = uses_nvme() or name == "zero3_offload_nvme"
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
