@@ -116,12 +116,6 @@ class MeshStrategy(Strategy):
     holds_whole_model = False
 
     @classmethod
-    def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        if "pp" not in requested_sizes():
-            return 1
-        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatches_per_stage
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Returns error messages for the recipe, the mesh sizes and the model."""
         problems = Problems(super().problems(config, name))

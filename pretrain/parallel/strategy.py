@@ -195,11 +195,6 @@ class Strategy:
             if value not in allowed
         ]
 
-    @classmethod
-    def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        """Returns a number that must divide batch.sequences_per_micro_batch."""
-        return 1
-
     def make_accelerator(self) -> Accelerator:
         """Builds the Accelerator. Raises RuntimeError if accelerate silently falls back to a different strategy."""
         return Accelerator(
