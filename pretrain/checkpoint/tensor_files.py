@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from pretrain.files import seal
 from pretrain.model.published_names import PublishedNames, TensorsOnDisk, shapes_in_files
-from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_group import Shape, TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
 ALIGNMENT = 64
@@ -42,7 +42,7 @@ class SavedTensors(TensorsOnDisk):
         with safe_open(self.places[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Returns {name: shape} without reading the tensors."""
         return shapes_in_files(self.places.values())
 
@@ -137,7 +137,7 @@ def write_group(
     return written
 
 
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def tensor_bytes(shape: Shape, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -154,7 +154,7 @@ class HostMemory:
     sizes up to a power of two: a 155 MB tensor would need 268 MB.
     """
 
-    def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
+    def __init__(self, layout: dict[str, tuple[Shape, torch.dtype]]):
         self.layout = layout
         """{name: (shape, dtype)}."""
         spans = {}

@@ -41,7 +41,7 @@ from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, join_nccl, renew_store
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import TensorGroup, load_parts
+from pretrain.parallel.tensor_group import Shape, TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
@@ -430,7 +430,7 @@ class Strategy:
         tensors = optimizer_state_by_name(self.inner_optimizer, self.name_of)
         return self.of_all_stages(TensorGroup.of(tensors, self.state_shapes()))
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, Shape]:
         """Returns {'<parameter>.<state>': unsharded shape} for the parameters that this rank updates."""
         return {
             f"{name}.{key}": shape
@@ -448,7 +448,7 @@ class Strategy:
         found = self.actual_state_shapes().items()
         return next(filter(None, (state_problem(self.config.optim.name, self.spec, *of_one) for of_one in found)), "")
 
-    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, Shape]]:
         """Returns {parameter: {key: unsharded shape}} for this rank's optimizer state."""
         return {
             self.name_of[parameter]: {

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class TensorGroup:
     """Unsharded tensors by name. All ranks must fetch them in the same order."""
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     gather: Callable[[str], Tensor]
     """Function that gathers a tensor by name (a collective call).
@@ -24,7 +26,7 @@ class TensorGroup:
     """
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Self:
+    def of(cls, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape] = MappingProxyType({})) -> Self:
         """Builds a group from tensors that every rank holds, either unsharded or as DTensors.
 
         shapes: unsharded shapes of tensors that have a different shape in training; see `in_shape`.
@@ -55,7 +57,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
 
-def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def in_shape(tensor: Tensor, shape: Shape) -> Tensor:
     """Reshapes a tensor's first elements to `shape`. Returns the tensor itself if it already has this shape."""
     return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 

@@ -37,7 +37,7 @@ from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, check_state,
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import LOSS_TERMS, Strategy, device_type, of_terms, resolve_precision, without_terms
-from pretrain.parallel.tensor_group import TensorGroup, load_parts
+from pretrain.parallel.tensor_group import Shape, TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Masters, full_shape
 from pretrain.terminal import is_first_process
 
@@ -286,13 +286,13 @@ class Zero(Strategy):
             return super().optimizer_tensors()
         return gathered_group(self.state_shapes() if self.optimizer.optimizer.state else {}, self.get)
 
-    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, Shape]]:
         if self.spec.state_is_whole:
             return super().actual_state_shapes()
         shapes = self.shapes()
         return {name: self.masters.actual_state_shapes(p, shapes[name]) for name, p in self.parameter_of.items()}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Returns {name: unsharded shape} for all parameters."""
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
@@ -458,7 +458,7 @@ def missing_for_nvme() -> str | None:
 
 
 def gathered_group(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     gather: Callable[[str], Tensor],
     buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> TensorGroup:

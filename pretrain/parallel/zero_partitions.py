@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pretrain.optim.adafactor import ParameterPart
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, gather_flat
+from pretrain.parallel.tensor_group import Shape
 
 GROUPS_OF = {
     "fp32_partitioned_groups_flat": "fp16_groups",
@@ -139,7 +140,7 @@ class Masters:
         """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
         return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32).clone()
 
-    def actual_state_shapes(self, parameter: Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def actual_state_shapes(self, parameter: Tensor, shape: Shape) -> dict[str, Shape]:
         """Returns {key: unsharded shape} for a parameter with this shape. State is a number or as large as it."""
         return {key: shape if getattr(value, "ndim", 0) else () for key, value in self._state_of(parameter).items()}
 
@@ -212,6 +213,6 @@ class Masters:
         return found
 
 
-def full_shape(parameter: Tensor) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> Shape:
     """Returns a parameter's unsharded shape. In stage 3, the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
