@@ -32,7 +32,7 @@ from pretrain import config
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import HostMemory, SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
-from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
+from pretrain.files import REMOVED, Beat, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.event_log import read_metrics
@@ -103,7 +103,7 @@ class Checkpoints:
         """Step of the latest checkpoint that was saved or loaded."""
         self.begun_step: int | None = None
         """Step of the save in progress, or `last_step`. The same on all ranks."""
-        self.beat: Callable[[], None] = lambda: None
+        self.beat: Beat = lambda: None
         """Called regularly during long work."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
@@ -369,7 +369,7 @@ class SavedRun:
     """Contents of trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
-def load_saved(folder: Path, beat: Callable[[], None] = lambda: None) -> SavedRun:
+def load_saved(folder: Path, beat: Beat = lambda: None) -> SavedRun:
     """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable.
 
     beat: called for every tensor that is loaded.

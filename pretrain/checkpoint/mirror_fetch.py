@@ -37,7 +37,7 @@ from pretrain.checkpoint.mirror_store import (
 )
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line, run_script
-from pretrain.files import SEAL_FILE, write_durably
+from pretrain.files import SEAL_FILE, Beat, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.event_log import parse_lines
 from pretrain.runs.run_folder import (
@@ -87,9 +87,7 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
         yield
 
 
-def fetch_earlier(
-    run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Callable[[], None]
-) -> None:
+def fetch_earlier(run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Beat) -> None:
     """Fetches the newest checkpoint at or before step `at_most`, if there is no newer local one. A collective call.
 
     Does nothing if the run wasn't fetched at startup, because then all checkpoints are local. Ignores errors.
@@ -102,7 +100,7 @@ def fetch_earlier(
     fetch_wanted(run, settings, ranks, is_wanted, beat)
 
 
-def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
+def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Beat) -> bool:
     """Fetches a checkpoint whose local copy is damaged. Returns True on success. A collective call."""
     return fetch_wanted(
         run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
@@ -114,7 +112,7 @@ def fetch_wanted(
     settings: config.Checkpoint,
     ranks: Ranks,
     is_wanted: Callable[[MirrorStore, int], bool],
-    beat: Callable[[], None],
+    beat: Beat,
 ) -> bool:
     """Fetches the newest intact checkpoint that `is_wanted` accepts. Returns True on success. A collective call."""
 

@@ -26,7 +26,7 @@ import yaml
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
-from pretrain.files import SEAL_FILE, commit, is_url, seal, sealed_files, shown
+from pretrain.files import SEAL_FILE, Beat, commit, is_url, seal, sealed_files, shown
 from pretrain.runs.event_log import Event, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system
@@ -85,7 +85,7 @@ class MirrorStore:
         self.place = f"{mirror if is_url(mirror) else os.path.abspath(mirror)}".rstrip("/") + f"/{name}"
         self.address = shown(self.place)
         self.is_local = not is_url(mirror)
-        self.beat: Callable[[], None] = lambda: None
+        self.beat: Beat = lambda: None
         """Called regularly during uploads."""
 
     @cached_property

@@ -6,7 +6,7 @@ HostMemory stages tensors in CPU memory, so that a thread can write them while t
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pretrain.files import seal
+from pretrain.files import Beat, seal
 from pretrain.model.published_names import PublishedNames, TensorsOnDisk, shapes_in_files
 from pretrain.parallel.tensor_group import Shape, TensorGroup
 
@@ -30,7 +30,7 @@ class SavedTensors(TensorsOnDisk):
     beat: called for every tensor, so that a slow disk isn't reported as a hang.
     """
 
-    def __init__(self, folder: Path, prefix: str, beat: Callable[[], None] = lambda: None):
+    def __init__(self, folder: Path, prefix: str, beat: Beat = lambda: None):
         self._beat = beat
         self.places: dict[str, Path] = {}
         for path in sorted(folder.glob(f"{prefix}*.safetensors")):
@@ -78,7 +78,7 @@ def shares(
     group: TensorGroup,
     rank: int,
     ranks: int,
-    beat: Callable[[], None],
+    beat: Beat,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields (file, name, tensor) for each tensor that this rank writes.
 
@@ -105,7 +105,7 @@ def write_group(
     rank: int,
     ranks: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = lambda: None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
     """Writes this rank's files and returns {file: {bytes, sha256}} for them. A collective call.
