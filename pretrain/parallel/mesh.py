@@ -55,21 +55,18 @@ class Mesh:
     """Three views of the same ranks. Each view includes dimensions of size 1."""
 
     def __init__(self, sizes: Sizes, device_type: str):
-        s = sizes
         self.sizes = sizes
 
-        def view(dims: dict[str, int]) -> DeviceMesh:
-            return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        def view(names: list[str]) -> DeviceMesh:
+            shape = tuple(getattr(sizes, name) for name in names)
+            return init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
 
-        data = {name: getattr(s, name) for name, row in DIMENSIONS.items() if not row.is_inner}
-        dense = {"fsdp" if name == "dp_shard" else name: size for name, size in data.items() if name != "cp"}
-        dense["fsdp"] = s.fsdp
-        inside = {"fsdp": ("efsdp", s.efsdp), "tp": ("ep", s.ep)}
+        data = [name for name, row in DIMENSIONS.items() if not row.is_inner]
+        dense = ["fsdp" if name == "dp_shard" else name for name in data if name != "cp"]
+        expert = [{"fsdp": "efsdp", "tp": "ep"}.get(name, name) for name in dense]
         self.data = view(data)
         self.dense = view(dense)
-        self.expert = (
-            view(dict(inside.get(name, (name, size)) for name, size in dense.items())) if s.ep > 1 else self.dense
-        )
+        self.expert = view(expert) if sizes.ep > 1 else self.dense
 
     def rank(self, name: str) -> int:
         """Returns this rank's index along a dimension of the data view."""
