@@ -413,6 +413,8 @@ def copy_script() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="mirror folder or URL, as in checkpoint.mirror")
     arguments = parser.parse_args()
+    if not arguments.run.is_dir():
+        raise InputError(f"{arguments.run}: no such folder; use the folder of a run, such as runs/demo")
     settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy doesn't prune
     store = connect(settings, arguments.run)
     (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)

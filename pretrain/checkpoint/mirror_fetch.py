@@ -298,7 +298,10 @@ def fetch_script() -> None:
     if not sealed:
         raise InputError(f"{store.address}: found no run with a complete checkpoint")
     claim: dict[str, Any] = {"damaged": {}}
-    catch_up(run, store, sealed, None, claim)
+    try:
+        catch_up(run, store, sealed, None, claim)
+    except LostMirrorError as error:
+        raise InputError(str(error)) from None
     for what, problem in claim["damaged"].items():
         print(f"skipped {what}, which is damaged on the mirror ({problem})", file=sys.stderr)
     print(f"Fetched step {claim['fetched']['step']:,} from {store.address} to {run}.")
