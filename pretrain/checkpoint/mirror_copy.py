@@ -380,13 +380,10 @@ class MirrorCopier:
 def hold(folder: Path, held: Path) -> Path:
     """Hard-links a checkpoint's files into `held`, to protect them from pruning.
 
-    Returns `held`, or the original folder if the disk doesn't support hard links or if the checkpoint has just been
-    pruned. Raises FileNotFoundError if it was pruned earlier.
+    Returns `held`, or the original folder if the disk doesn't support hard links or the checkpoint has been pruned.
     """
     try:
         shutil.copytree(folder, held, copy_function=os.link)
-    except FileNotFoundError:
-        raise
     except OSError:
         return folder
     return held

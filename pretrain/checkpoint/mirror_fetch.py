@@ -32,6 +32,7 @@ from pretrain.checkpoint.mirror_store import (
     damage_of_run_file,
     id_of_run,
     is_ahead,
+    is_run_file,
     name_of,
     require_same_run,
 )
@@ -264,7 +265,7 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
     Damaged files are skipped. Returns {name: problem} for them.
     """
     damaged = {}
-    for name in store.files():
+    for name in filter(is_run_file, store.sizes("")):
         path = run / name
         try:
             content = store.read(name)

@@ -175,10 +175,6 @@ class MirrorStore:
             raise DamagedCopyError(f"{file} does not match its sha256")
         return json.loads(content)
 
-    def files(self) -> list[str]:
-        """Lists the small files on the mirror."""
-        return [name for name in self.sizes("") if is_run_file(name)]
-
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Returns {path relative to the folder: size in bytes}. Sizes are None if the store doesn't report them."""
         self.system.invalidate_cache()
