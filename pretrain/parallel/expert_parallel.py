@@ -14,13 +14,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import autocast_dtype
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
+from pretrain.optim.optimizers import local_tensor
 from pretrain.parallel.dimension import Dimension
 
 DISPATCH = "transformers.distributed.expert_parallel"
@@ -92,11 +93,10 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
     The dimension must be divisible by the number of ranks. It must not be split by tp or ep already, because a shard
     would then mix rows of two matrices.
     """
-    is_divided = isinstance(parameter, DTensor)
-    shape = parameter.to_local().shape if is_divided else parameter.shape
+    shape = local_tensor(parameter).shape
     if len(shape) < 3 or not pads_much(shape[0], ranks):
         return None
-    taken = {placement.dim for placement in parameter.placements if not placement.is_replicate()} if is_divided else ()
+    taken = {placement.dim for placement in getattr(parameter, "placements", ()) if not placement.is_replicate()}
     free = [dim for dim in range(1, len(shape)) if dim not in taken and shape[dim] % ranks == 0]
     return Shard(free[0]) if free else None
 
