@@ -93,9 +93,10 @@ def run_tool(module: str, *words: str, given: str = "", seconds: float = 300.0) 
     # Without -P, modules in the current folder would come first.
     command = [sys.executable, "-P", "-m", f"pretrain_tools.{module}", *words]
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"input": given, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, env=environment, timeout=seconds, **pipes)
+        done = subprocess.run(
+            command, input=given, env=environment, timeout=seconds, capture_output=True, text=True, errors="replace"
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolError(f"{type(error).__name__}: {error}") from error
     if done.returncode:

@@ -463,7 +463,7 @@ class MeshStrategy(Strategy):
                 "pipeline_microbatches": self.microbatches,
                 "parameters_of_stages": self.parameters_of_stages,
             }
-        return {**super().describe(), **facts}
+        return super().describe() | facts
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
@@ -483,7 +483,7 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         kinds: dict[DeviceMesh | None, list[Tensor]] = {}
         for parameter in group["params"]:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        optimizer.param_groups += [{**group, "params": parameters} for parameters in kinds.values()]
+        optimizer.param_groups += [group | {"params": parameters} for parameters in kinds.values()]
     return optimizer
 
 

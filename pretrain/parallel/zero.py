@@ -105,7 +105,7 @@ class Zero(Strategy):
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
         )
-        self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
+        self.settings = deepspeed_file() | derived_settings(self.config, self.precision)
         self.stage: int = self.settings["zero_optimization"]["stage"]
         # accelerate rejects a DeepSpeed JSON if this variable is set. deepspeed_problems has already checked its
         # settings.
@@ -113,9 +113,8 @@ class Zero(Strategy):
         self._unreduced = ExitStack()
         """DeepSpeed's context for accumulating unreduced gradients, for `batch.no_sync`."""
         self._keeps_whole = False
-        kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend, each process would train independently
-            kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        # Without a backend, each process would train independently on a CPU.
+        kwargs_handlers = [InitProcessGroupKwargs(backend="gloo")] if device_type() == "cpu" else []
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
             gradient_accumulation_steps=self.settings["gradient_accumulation_steps"],
@@ -385,7 +384,7 @@ class Zero(Strategy):
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "deepspeed": self.settings}
+        return super().describe() | {"deepspeed": self.settings}
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
