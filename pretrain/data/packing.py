@@ -194,21 +194,21 @@ def pack(bounds: np.ndarray, length: int, windows: int, *, is_open: bool = False
     turn = np.arange(len(number)) - np.repeat(np.cumsum(whole) - whole, whole)
     full = (bounds[number] + turn * length)[:windows].tolist()
     rest = sizes % length
-    rest_starts = bounds[1:] - rest
+    rests = list(zip((bounds[1:] - rest).tolist(), rest.tolist(), strict=True))
     packed = np.flatnonzero(rest)
     if is_open and rest[-1]:
         packed = packed[:-1]
     packed = packed[np.argsort(-rest[packed], kind="stable")]
     bins, left = _best_fit(rest[packed].tolist(), length, windows - len(full))
     pieces = [[(start, length)] for start in full]
-    pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
+    pieces += [sorted(rests[packed[n]] for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
     # First the pieces that don't fit anywhere, then the longest of the others, which are repeated.
     unplaced = packed[left].tolist()
     if is_open and rest[-1] >= max(gaps):
         unplaced.insert(0, len(rest) - 1)
-    fillers = [(int(rest_starts[n]), int(rest[n]), True) for n in unplaced]
-    fillers += [(int(rest_starts[n]), int(rest[n]), False) for n in packed.tolist()]
+    fillers = [(*rests[n], True) for n in unplaced]
+    fillers += [(*rests[n], False) for n in packed.tolist()]
     fillers += [(start, length, False) for start in full[:1]]
     repeated = _fill(pieces, gaps, fillers)
     flat = list(itertools.chain.from_iterable(pieces))
