@@ -75,9 +75,10 @@ class Zero(Strategy):
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
-            reason = "with offload" if offloads else "except in fp32, because DeepSpeed would accumulate in bf16"
-            other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: not supported with {name} {reason}; use {other}, or false")
+            problems.append(
+                f"batch.no_sync: not supported with {name} except in fp32 without offload, because DeepSpeed would "
+                "accumulate in bf16; use zero1, which reduces once and keeps gradients in fp32, fsdp2, or false"
+            )
         if config.optim.muon.qk_clip:
             problems.append(
                 f"optim.muon.qk_clip: not supported with {name}, which updates weights before they can be "
