@@ -140,14 +140,11 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
-        reason = (
-            f"has unsupported styles in its tensor-parallel plan ({', '.join(unknown)})"
-            if unknown
-            else "has no tensor-parallel plan"
-        )
+        found = ", ".join(unknown) or "no matrices"
         return (
-            f"model: {model_config.model_type} {reason}; use fsdp2, or an architecture whose plan only "
-            "contains colwise and rowwise matrices, such as llama, qwen3, mistral or deepone"
+            f"model: {model_config.model_type} does not support tp: its tensor-parallel plan has {found}; use fsdp2, "
+            "or an architecture whose plan only contains colwise and rowwise matrices, such as llama, qwen3, mistral "
+            "or deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {

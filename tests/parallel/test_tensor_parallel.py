@@ -75,8 +75,12 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
         ("llama", 2, None),
         ("qwen3", 4, None),
         ("deepone", 2, None),
-        ("gpt2", 2, "model: gpt2 has no tensor-parallel plan; use fsdp2, or an architecture"),
-        ("phi3", 2, "model: phi3 has unsupported styles in its tensor-parallel plan (colwise_gather"),
+        (
+            "gpt2",
+            2,
+            "model: gpt2 does not support tp: its tensor-parallel plan has no matrices; use fsdp2, or an architecture",
+        ),
+        ("phi3", 2, "model: phi3 does not support tp: its tensor-parallel plan has colwise_gather"),
         (
             "llama",
             8,
