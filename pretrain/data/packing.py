@@ -107,14 +107,13 @@ class Packing:
     def read(self, window: int, out: np.ndarray) -> None:
         """Copies a window into `out`, (length + 1,). out[0] is the token before the window's first piece."""
         pieces = self.pieces(window)
-        start, count = pieces[0]
-        if start:
-            self.reader.read(start - 1, out[: 1 + count])
+        first, _ = pieces[0]
+        if first:
+            self.reader.read(first - 1, out[:1])
         else:
             out[0] = self._end_id
-            self.reader.read(0, out[1 : 1 + count])
-        filled = 1 + count
-        for start, count in pieces[1:]:
+        filled = 1
+        for start, count in pieces:
             self.reader.read(start, out[filled : filled + count])
             filled += count
 
