@@ -189,11 +189,11 @@ class Masters:
         """Returns {flat tensor: matrix pieces in it} for Muon."""
         found: dict[Tensor, list[MatrixPiece]] = {}
         for parameter, place in self.places.items():
-            if parameter not in matrices:
+            if (matrix := matrices.get(parameter)) is None:
                 continue
-            one = replace(matrices[parameter], stacked=1)
-            elements = matrices[parameter].elements
-            for start in range(0, matrices[parameter].stacked * elements, elements):
+            one = replace(matrix, stacked=1)
+            elements = matrix.elements
+            for start in range(0, matrix.stacked * elements, elements):
                 inside = tuple(tuple(min(max(edge - start, 0), elements) for edge in each) for each in place.ranges)
                 tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
                 before = max(0, start - place.mine[0])  # elements in this rank's partition before this matrix
