@@ -56,7 +56,7 @@ class ExpertParallel(Dimension):
         works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
         return (
             f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {sizes.ep} "
-            f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
+            f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works) or 'none; use fsdp2'}"
         )
 
     def divide(self, unit: str, module: nn.Module) -> None:
