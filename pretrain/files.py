@@ -22,6 +22,9 @@ IS_CHECKOUT = (PACKAGES / "train.py").is_file()
 ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
 """Folder that contains the scripts, accelerate configs and model configs."""
 
+Beat = Callable[[], None]
+"""Function that is called regularly during long work, so that a slow disk isn't reported as a hang."""
+
 
 def or_shipped(path: str | Path) -> Path:
     """Returns the path, or the project's own file at this path if only that file exists."""
@@ -140,7 +143,7 @@ def seal(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
+def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Beat = lambda: None) -> list[str]:
     """Lists problems with the files in a sealed folder. Each rank checks only its share of the files.
 
     beat: called before each file, because reading it may take a while.

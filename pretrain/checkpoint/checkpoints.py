@@ -32,7 +32,7 @@ from pretrain import config
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import HostMemory, SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
-from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
+from pretrain.files import REMOVED, Beat, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.event_log import read_metrics
@@ -99,12 +99,11 @@ class Checkpoints:
         self.folder = run / "checkpoints"
         self.ranks = ranks
         self.settings = settings
-        self.in_background = settings.async_save
         self.last_step: int | None = None
         """Step of the latest checkpoint that was saved or loaded."""
         self.begun_step: int | None = None
         """Step of the save in progress, or `last_step`. The same on all ranks."""
-        self.beat: Callable[[], None] = lambda: None
+        self.beat: Beat = lambda: None
         """Called regularly during long work."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
@@ -155,7 +154,7 @@ class Checkpoints:
         save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
         self._in_flight = save
         save.thread.start()
-        if not self.in_background:
+        if not self.settings.async_save:
             self._wait_for(save)
         save.stall_seconds = time.perf_counter() - save.started
 
@@ -190,12 +189,11 @@ class Checkpoints:
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
         on_gpu = False
-        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, self.beat, on_host=not self.in_background)
-        for file, name, tensor in mine:
-            on_gpu = on_gpu or tensor.is_cuda
-            if not self.in_background:
-                staged.setdefault(file, {})[name] = tensor.contiguous()
+        for file, name, tensor in shares(prefix, group, self.ranks.rank, self.ranks.count, self.beat):
+            if not self.settings.async_save:
+                staged.setdefault(file, {})[name] = tensor.to("cpu").contiguous()
                 continue
+            on_gpu = on_gpu or tensor.is_cuda
             if file not in staged:
                 layout = {each: (group.shapes[each], group.dtypes[each]) for each in plan[file]}
                 if file not in self._memory or self._memory[file].layout != layout:
@@ -371,7 +369,7 @@ class SavedRun:
     """Contents of trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
-def load_saved(folder: Path, beat: Callable[[], None] = lambda: None) -> SavedRun:
+def load_saved(folder: Path, beat: Beat = lambda: None) -> SavedRun:
     """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable.
 
     beat: called for every tensor that is loaded.

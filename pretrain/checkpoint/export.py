@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.tensor_files import write_group
 from pretrain.data.manifest import TOKENIZER_FILES
-from pretrain.files import CARD_FILE, commit
+from pretrain.files import CARD_FILE, Beat, commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
 from pretrain.model.published_names import PublishedNames
@@ -41,9 +41,7 @@ def add_converters_keys(path: Path) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def export_final(
-    run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
-) -> Path:
+def export_final(run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Beat) -> Path:
     """Writes run/final atomically. A collective call. Raises SaveError if it fails on any rank."""
     ranks = strategy.ranks
     final = run / "final"

@@ -137,13 +137,13 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
     except (OSError, ValueError, RuntimeError) as error:
         check.problems.append(f"from_pretrained cannot load {folder} ({one_line(error)})")
         return None
-    misplaced = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
-    check.problems += [
+    problems = [
         f"{folder}: from_pretrained reports {len(names)} {kind} weights, starting with {names[0]}"
-        for kind, names in misplaced.items()
-        if names
+        for kind in ("missing", "unexpected", "mismatched")
+        if (names := sorted(map(str, info[f"{kind}_keys"])))
     ]
-    return None if any(misplaced.values()) else model.eval()
+    check.problems += problems
+    return None if problems else model.eval()
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:

@@ -380,16 +380,10 @@ class MirrorCopier:
 def hold(folder: Path, held: Path) -> Path:
     """Hard-links a checkpoint's files into `held`, to protect them from pruning.
 
-    Returns `held`, or the original folder if the disk doesn't support hard links. Raises FileNotFoundError if the
-    checkpoint is pruned first.
+    Returns `held`, or the original folder if the disk doesn't support hard links or the checkpoint has been pruned.
     """
     try:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            target = held / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, target)
-    except FileNotFoundError:
-        raise
+        shutil.copytree(folder, held, copy_function=os.link)
     except OSError:
         return folder
     return held
@@ -416,6 +410,8 @@ def copy_script() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="mirror folder or URL, as in checkpoint.mirror")
     arguments = parser.parse_args()
+    if not arguments.run.is_dir():
+        raise InputError(f"{arguments.run}: no such folder; use the folder of a run, such as runs/demo")
     settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy doesn't prune
     store = connect(settings, arguments.run)
     (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)

@@ -32,12 +32,13 @@ from pretrain.checkpoint.mirror_store import (
     damage_of_run_file,
     id_of_run,
     is_ahead,
+    is_run_file,
     name_of,
     require_same_run,
 )
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line, run_script
-from pretrain.files import SEAL_FILE, write_durably
+from pretrain.files import SEAL_FILE, Beat, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.event_log import parse_lines
 from pretrain.runs.run_folder import (
@@ -87,9 +88,7 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
         yield
 
 
-def fetch_earlier(
-    run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Callable[[], None]
-) -> None:
+def fetch_earlier(run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Beat) -> None:
     """Fetches the newest checkpoint at or before step `at_most`, if there is no newer local one. A collective call.
 
     Does nothing if the run wasn't fetched at startup, because then all checkpoints are local. Ignores errors.
@@ -102,7 +101,7 @@ def fetch_earlier(
     fetch_wanted(run, settings, ranks, is_wanted, beat)
 
 
-def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
+def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Beat) -> bool:
     """Fetches a checkpoint whose local copy is damaged. Returns True on success. A collective call."""
     return fetch_wanted(
         run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
@@ -114,7 +113,7 @@ def fetch_wanted(
     settings: config.Checkpoint,
     ranks: Ranks,
     is_wanted: Callable[[MirrorStore, int], bool],
-    beat: Callable[[], None],
+    beat: Beat,
 ) -> bool:
     """Fetches the newest intact checkpoint that `is_wanted` accepts. Returns True on success. A collective call."""
 
@@ -266,7 +265,7 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
     Damaged files are skipped. Returns {name: problem} for them.
     """
     damaged = {}
-    for name in store.files():
+    for name in filter(is_run_file, store.sizes("")):
         path = run / name
         try:
             content = store.read(name)
@@ -300,7 +299,10 @@ def fetch_script() -> None:
     if not sealed:
         raise InputError(f"{store.address}: found no run with a complete checkpoint")
     claim: dict[str, Any] = {"damaged": {}}
-    catch_up(run, store, sealed, None, claim)
+    try:
+        catch_up(run, store, sealed, None, claim)
+    except LostMirrorError as error:
+        raise InputError(str(error)) from None
     for what, problem in claim["damaged"].items():
         print(f"skipped {what}, which is damaged on the mirror ({problem})", file=sys.stderr)
     print(f"Fetched step {claim['fetched']['step']:,} from {store.address} to {run}.")

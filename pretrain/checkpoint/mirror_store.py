@@ -26,7 +26,7 @@ import yaml
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
-from pretrain.files import SEAL_FILE, commit, is_url, seal, sealed_files, shown
+from pretrain.files import SEAL_FILE, Beat, commit, is_url, seal, sealed_files, shown
 from pretrain.runs.event_log import Event, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system
@@ -85,7 +85,7 @@ class MirrorStore:
         self.place = f"{mirror if is_url(mirror) else os.path.abspath(mirror)}".rstrip("/") + f"/{name}"
         self.address = shown(self.place)
         self.is_local = not is_url(mirror)
-        self.beat: Callable[[], None] = lambda: None
+        self.beat: Beat = lambda: None
         """Called regularly during uploads."""
 
     @cached_property
@@ -138,9 +138,9 @@ class MirrorStore:
 
     def steps(self) -> tuple[list[int], list[int]]:
         """Returns (steps of sealed checkpoints, steps of incomplete checkpoints)."""
-        files = [name.split("/") for name in self.sizes("checkpoints")]
-        found = {step_named(path[0]) for path in files} - {None}
-        sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
+        names = self.sizes("checkpoints")
+        found = {step_named(name.split("/")[0]) for name in names} - {None}
+        sealed = {step for step in found if f"{checkpoint_name(step)}/{SEAL_FILE}" in names}
         return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
@@ -174,10 +174,6 @@ class MirrorStore:
         if hashlib.sha256(content).hexdigest() != entry.get("sha256"):
             raise DamagedCopyError(f"{file} does not match its sha256")
         return json.loads(content)
-
-    def files(self) -> list[str]:
-        """Lists the small files on the mirror."""
-        return [name for name in self.sizes("") if is_run_file(name)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Returns {path relative to the folder: size in bytes}. Sizes are None if the store doesn't report them."""

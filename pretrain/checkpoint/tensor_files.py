@@ -6,7 +6,7 @@ HostMemory stages tensors in CPU memory, so that a thread can write them while t
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pretrain.files import seal
+from pretrain.files import Beat, seal
 from pretrain.model.published_names import PublishedNames, TensorsOnDisk, shapes_in_files
-from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_group import Shape, TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
 ALIGNMENT = 64
@@ -30,7 +30,7 @@ class SavedTensors(TensorsOnDisk):
     beat: called for every tensor, so that a slow disk isn't reported as a hang.
     """
 
-    def __init__(self, folder: Path, prefix: str, beat: Callable[[], None] = lambda: None):
+    def __init__(self, folder: Path, prefix: str, beat: Beat = lambda: None):
         self._beat = beat
         self.places: dict[str, Path] = {}
         for path in sorted(folder.glob(f"{prefix}*.safetensors")):
@@ -42,17 +42,17 @@ class SavedTensors(TensorsOnDisk):
         with safe_open(self.places[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Returns {name: shape} without reading the tensors."""
         return shapes_in_files(self.places.values())
 
 
-def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
+def plan_files(group: TensorGroup, prefix: str) -> dict[str, list[str]]:
     """Assigns tensors to files with HF-style names. Returns {file name: tensor names}."""
     sizes = {name: tensor_bytes(shape, group.dtypes[name]) for name, shape in group.shapes.items()}
     pattern = f"{prefix}{{suffix}}.safetensors"
     plan = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=MAX_FILE_BYTES
     )
     return plan.filename_to_tensors
 
@@ -78,27 +78,23 @@ def shares(
     group: TensorGroup,
     rank: int,
     ranks: int,
-    beat: Callable[[], None],
-    *,
-    on_host: bool = True,
+    beat: Beat,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields (file, name, tensor) for each tensor that this rank writes.
+
+    The tensors are on the device and may share memory with parameters.
 
     A collective call, because gathering a tensor may need all ranks. Files are assigned to ranks round-robin, starting
     at different ranks for the model and the optimizer.
 
-    Args:
-        beat: called for every tensor.
-        on_host: copies tensors to CPU memory. Otherwise, tensors stay on the device and may share memory with
-            parameters.
+    beat: called for every tensor.
     """
     first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
         mine = (first + number) % ranks == rank
         for name in names:
             beat()
-            tensor = group.fetch(name, mine) if on_host else group.whole(name, mine)
-            if tensor is not None:
+            if (tensor := group.whole(name, mine)) is not None:
                 yield file, name, tensor
 
 
@@ -109,7 +105,7 @@ def write_group(
     rank: int,
     ranks: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = lambda: None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
     """Writes this rank's files and returns {file: {bytes, sha256}} for them. A collective call.
@@ -126,7 +122,7 @@ def write_group(
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
         tensors = {}
         for _, name, tensor in entries:
-            tensor = tensor.to((dtypes or {}).get(name, tensor.dtype)).contiguous()
+            tensor = tensor.to("cpu").to((dtypes or {}).get(name, tensor.dtype)).contiguous()
             tensors |= published.split(name, tensor) if published else {name: tensor}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -141,7 +137,7 @@ def write_group(
     return written
 
 
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def tensor_bytes(shape: Shape, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -158,7 +154,7 @@ class HostMemory:
     sizes up to a power of two: a 155 MB tensor would need 268 MB.
     """
 
-    def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
+    def __init__(self, layout: dict[str, tuple[Shape, torch.dtype]]):
         self.layout = layout
         """{name: (shape, dtype)}."""
         spans = {}

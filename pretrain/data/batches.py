@@ -156,9 +156,8 @@ class Batches:
         """First step that begins in each stage."""
         self.segments = self._plan()
         self._starts = [segment.first_sample for segment in self.segments]
-        self._first_located = 0
-        self._span_located = 1
-        self._windows_located = []
+        self._windows: dict[int, tuple[int, int]] = {}
+        """{sample: result of `locate`} for samples that will be read soon."""
         self._is_remote = any(reader.manifest.url is not None for reader in self.readers.values())
         self._expected: dict[tuple[int, int, int], tuple[deque[int], Iterator[int]]] = {}
         """{(rank, ranks, sequences): first samples of the micro-batches being prefetched, and of those after them}."""
@@ -288,13 +287,12 @@ class Batches:
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """Calls `locate` for many windows at once and caches the results for later steps."""
         span = self.span_at(first_sample)
-        offset, rest = divmod(first_sample - self._first_located, span)
-        if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
-            self._first_located = first_sample
-            self._span_located = span
-            offset = 0
-            self._windows_located = self.locate(first_sample, max(count, LOCATED_SAMPLES))
-        return self._windows_located[offset : offset + count]
+        samples = range(first_sample, first_sample + count * span, span)
+        if not self._windows.keys() >= set(samples):
+            ahead = max(count, LOCATED_SAMPLES)
+            soon = range(first_sample, first_sample + ahead * span, span)
+            self._windows = dict(zip(soon, self.locate(first_sample, ahead), strict=True))
+        return [self._windows[sample] for sample in samples]
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """Returns (source index, first token) of `count` consecutive windows, all as long as the first.
@@ -305,9 +303,9 @@ class Batches:
         samples = self._unskipped(first_sample + span * np.arange(count, dtype=np.int64))
         source = np.empty(count, np.int64)
         start = np.empty(count, np.int64)
-        for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
-            end = self._starts[number + 1] if number + 1 < len(self._starts) else np.inf
-            here = (samples >= self._starts[number]) & (samples < end)
+        numbers = np.searchsorted(self._starts, samples, side="right") - 1
+        for number in range(numbers[0], numbers[-1] + 1):
+            here = numbers == number
             segment = self.segments[number]
             source[here], draw = segment.locate(samples[here])
             start[here] = self._first_tokens(source[here], draw, segment)

@@ -74,7 +74,7 @@ def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
             here = found.get(benchmark["name"]) or {"entries": "", "documents": 0}
             counts = {"found": len(numbers_in(here["entries"])), "documents": here["documents"]}
             known = {"benchmark": benchmark["name"], "items": benchmark["items"], "sought": benchmark["sought"]}
-            rows.append({**known, **counts, "remove": stage["remove"]})
+            rows.append(known | counts | {"remove": stage["remove"]})
     return rows
 
 

@@ -129,7 +129,7 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
     dtype = dtype_for(vocabulary_size)
     tokens = None
     if index.is_file():
-        dtype, tokens, _ = read_idx(index)
+        dtype, tokens = read_idx(index)
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
@@ -210,8 +210,8 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
     return ids
 
 
-def read_idx(path: Path) -> tuple[str, int, int]:
-    """Returns (ID type, number of tokens, number of documents) of the .bin that an .idx describes.
+def read_idx(path: Path) -> tuple[str, int]:
+    """Returns (ID type, number of tokens) of the .bin that an .idx describes.
 
     Raises InputError if the file isn't a Megatron .idx, is damaged, or has an unsupported ID type, or if the sequences
     aren't contiguous.
@@ -231,7 +231,7 @@ def read_idx(path: Path) -> tuple[str, int, int]:
         raise InputError(f"{path}: has {len(content):,} bytes, must have {expected:,}; restore the file")
     lengths = np.frombuffer(content, "<i4", sequences, IDX_HEADER.size).astype(np.int64)
     pointers = np.frombuffer(content, "<i8", sequences, IDX_HEADER.size + 4 * sequences)
-    item = 2 if IDX_DTYPES[code] == "uint16" else 4
+    item = id_dtype(IDX_DTYPES[code]).itemsize
     if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
         raise InputError(f"{path}: its sequences are not contiguous; rebuild it with Megatron's tools")
-    return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)
+    return IDX_DTYPES[code], int(lengths.sum())

@@ -117,15 +117,11 @@ def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
         fields = json.loads(content)
     except ValueError as error:
         raise InputError(f"{path}: is not valid JSON ({error}); restore it or prepare the folder again") from None
-    if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
-        given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+    given = {key: fields.get(key) for key in SHARDS_FORMAT} if isinstance(fields, dict) else type(fields).__name__
+    if given != SHARDS_FORMAT:
         raise InputError(
-            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; use a folder made by prepare_data.py"
-        )
-    if fields.get("version") != SHARDS_FORMAT["version"]:
-        raise InputError(
-            f"{path}: has format version {fields.get('version')!r}, but this version of Groundwork supports version "
-            f"{SHARDS_FORMAT['version']}; prepare the folder again with prepare_data.py"
+            f"{path}: contains {given}, must contain {SHARDS_FORMAT}; use a folder made by this version's "
+            "prepare_data.py, or prepare it again"
         )
     try:
         found = TypeAdapter(_Contents).validate_python(fields)

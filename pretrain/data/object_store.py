@@ -75,13 +75,17 @@ def remote_manifest(url: str) -> Manifest:
     local = home / "groundwork" / "shards" / sha256
     manifest = replace(parse_manifest(local, where, content), url=url)
     tokenizer = local / TOKENIZER_FOLDER / "tokenizer.json"
-    if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
+
+    def is_copied() -> bool:
+        return tokenizer.is_file() and sha256_of(tokenizer) == manifest.tokenizer_sha256
+
+    if not is_copied():
         _store(local / MANIFEST_FILE, content)
         names = [name for name in remote_sizes(url) if re.fullmatch(f"{TOKENIZER_FOLDER}/[^/]+", name)]
         # tokenizer.json comes last, because it shows that the copy is complete.
         for name in sorted(names, key=lambda name: name.endswith("/tokenizer.json")):
             _store(local / name, folder.read(name))
-    if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
+    if not is_copied():
         raise InputError(
             f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or does not match the manifest; upload it "
             "again"
@@ -99,7 +103,7 @@ def _store(path: Path, content: bytes) -> None:
 
 
 class RemoteIds:
-    """Token IDs of a shard in an object store. Slices are read-only arrays."""
+    """Token IDs of a shard in an object store. Slices, which may not be empty, are read-only arrays."""
 
     def __init__(self, manifest: Manifest, shard: Shard, blocks: "BlockReader"):
         self.folder = remote_folder(manifest.url)
@@ -121,8 +125,6 @@ class RemoteIds:
 
     def __getitem__(self, where: slice) -> np.ndarray:
         start, stop, _ = where.indices(self._tokens)
-        if stop <= start:
-            return np.empty(0, self._dtype)
         numbers = self._numbers(start, stop)
         content = b"".join([self._blocks.block(self, number) for number in numbers])
         first = numbers[0] * BLOCK_BYTES // self._dtype.itemsize

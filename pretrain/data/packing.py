@@ -107,14 +107,13 @@ class Packing:
     def read(self, window: int, out: np.ndarray) -> None:
         """Copies a window into `out`, (length + 1,). out[0] is the token before the window's first piece."""
         pieces = self.pieces(window)
-        start, count = pieces[0]
-        if start:
-            self.reader.read(start - 1, out[: 1 + count])
+        first, _ = pieces[0]
+        if first:
+            self.reader.read(first - 1, out[:1])
         else:
             out[0] = self._end_id
-            self.reader.read(0, out[1 : 1 + count])
-        filled = 1 + count
-        for start, count in pieces[1:]:
+        filled = 1
+        for start, count in pieces:
             self.reader.read(start, out[filled : filled + count])
             filled += count
 
@@ -194,21 +193,21 @@ def pack(bounds: np.ndarray, length: int, windows: int, *, is_open: bool = False
     turn = np.arange(len(number)) - np.repeat(np.cumsum(whole) - whole, whole)
     full = (bounds[number] + turn * length)[:windows].tolist()
     rest = sizes % length
-    rest_starts = bounds[1:] - rest
+    rests = list(zip((bounds[1:] - rest).tolist(), rest.tolist(), strict=True))
     packed = np.flatnonzero(rest)
     if is_open and rest[-1]:
         packed = packed[:-1]
     packed = packed[np.argsort(-rest[packed], kind="stable")]
     bins, left = _best_fit(rest[packed].tolist(), length, windows - len(full))
     pieces = [[(start, length)] for start in full]
-    pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
+    pieces += [sorted(rests[packed[n]] for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
     # First the pieces that don't fit anywhere, then the longest of the others, which are repeated.
     unplaced = packed[left].tolist()
     if is_open and rest[-1] >= max(gaps):
         unplaced.insert(0, len(rest) - 1)
-    fillers = [(int(rest_starts[n]), int(rest[n]), True) for n in unplaced]
-    fillers += [(int(rest_starts[n]), int(rest[n]), False) for n in packed.tolist()]
+    fillers = [(*rests[n], True) for n in unplaced]
+    fillers += [(*rests[n], False) for n in packed.tolist()]
     fillers += [(start, length, False) for start in full[:1]]
     repeated = _fill(pieces, gaps, fillers)
     flat = list(itertools.chain.from_iterable(pieces))

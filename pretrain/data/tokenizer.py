@@ -70,9 +70,8 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
     specials = {added.content for added in backend.get_added_tokens_decoder().values() if added.special}
     if token not in vocabulary:
-        given = f"has no token {token!r}" if end_of_document else "has no eos_token and no <|endoftext|>"
         raise InputError(
-            f"{name_or_path}: the tokenizer {given}; set the end-of-document token with "
+            f"{name_or_path}: the tokenizer has no token {token!r}; set the end-of-document token with "
             f"--end_of_document TOKEN (its special tokens: {', '.join(sorted(specials)[:20]) or 'none'})"
         )
     return LoadedTokenizer(

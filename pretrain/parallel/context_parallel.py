@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,7 +43,7 @@ PER_HEAD = ("s_aux", "position_bias")
 EXCHANGING = "groundwork_exchanging"
 """Name under which `exchanging` is registered."""
 FOLDED = "groundwork_folded"
-"""Name under which `folded` is registered."""
+"""Prefix of the names under which `folded` is registered, one for each number of chunks."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention function with transformers' attention interface."""
@@ -76,7 +76,7 @@ class ContextParallel(Dimension):
         if model.terms is not None:
             model.terms.sequences = PartsOfSequences(self.strategy.part, parts, group)
 
-    def after_sharding(self, model: LanguageModelLoss, called: torch.nn.Module) -> None:
+    def after_sharding(self, model: LanguageModelLoss, called: nn.Module) -> None:
         cut = functools.partial(part_of_batch, self.strategy.part, self.strategy.sizes.cp)
         called.register_forward_pre_hook(cut, with_kwargs=True)
 
@@ -85,10 +85,10 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     """Returns an error message if this model's heads can't be split across the ranks, otherwise None."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        why = (
-            "its config has no num_attention_heads" if heads is None else "its layers have different numbers of heads"
+        return (
+            f"model: {model_config.model_type} does not support cp: num_attention_heads is {heads}, must be one "
+            "number for all layers; use fsdp2"
         )
-        return f"model: {model_config.model_type} does not support cp: {why}; use fsdp2"
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp or key_heads % tp:
         return None  # reported by tp
@@ -109,7 +109,7 @@ def divides(heads: int, key_heads: int, parts: int) -> bool:
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
-def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def part_of_batch(part: int, parts: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Slices a batch to this rank's positions. Registered as a forward pre-hook of `LanguageModelLoss`.
 
     Attention arguments aren't sliced, because attention runs on full sequences.
@@ -162,7 +162,7 @@ def exchanging(
     attend: Attention,
     parts: int,
     group: str,
-    module: torch.nn.Module,
+    module: nn.Module,
     query_BHPE: Tensor,
     key_BGPE: Tensor,
     value_BGPE: Tensor,
@@ -224,8 +224,8 @@ def without_cap(module, query, key, value, attention_mask, softcap=None, **kwarg
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register(FOLDED, functools.partial(folded, 2))
-AttentionInterface.register(f"{FOLDED}_whole", without_cap)
+for parts in (1, 2):
+    AttentionInterface.register(f"{FOLDED}_{parts}", functools.partial(folded, parts))
 
 
 @once_per_config
@@ -242,8 +242,8 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     window = WindowSpec(ids_BT.shape[1] - 1, document_mask=True)
     found = []
     try:
-        for name, parts in ((f"{FOLDED}_whole", 1), (FOLDED, 2)):
-            model = copy_model(reference, attention=name)
+        for parts in (1, 2):
+            model = copy_model(reference, attention=f"{FOLDED}_{parts}")
             inputs = model_inputs(
                 ids_BT.numpy(),
                 window,

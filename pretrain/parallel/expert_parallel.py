@@ -14,13 +14,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import autocast_dtype
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
+from pretrain.optim.optimizers import local_tensor
 from pretrain.parallel.dimension import Dimension
 
 DISPATCH = "transformers.distributed.expert_parallel"
@@ -32,7 +33,31 @@ class ExpertParallel(Dimension):
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        return model_problem(model_config, sizes.ep)
+        if importlib.util.find_spec(DISPATCH) is None:
+            return (
+                f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
+            )
+        model = build_meta_model(model_config)
+        kind = model_config.model_type
+        experts = expert_modules(model)
+        counts = {module.num_experts for module in experts.values()}
+        names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
+        if not counts:
+            return f"model: {kind} has no experts; use ddp or fsdp2"
+        routed = {
+            f"{router.name.rpartition('.')[0]}.{own}"
+            for router in routers_of(model)
+            for own in expert_parameters(router)[0]
+        }
+        if routed - names:
+            return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
+        if not any(count % sizes.ep for count in counts):
+            return None
+        works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
+        return (
+            f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {sizes.ep} "
+            f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works) or 'none; use fsdp2'}"
+        )
 
     def divide(self, unit: str, module: nn.Module) -> None:
         mesh = self.strategy.mesh
@@ -46,33 +71,6 @@ class ExpertParallel(Dimension):
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
         if experts:  # a pipeline stage may have only dense layers
             torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
-
-
-def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
-    if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
-    model = build_meta_model(model_config)
-    kind = model_config.model_type
-    experts = expert_modules(model)
-    counts = {module.num_experts for module in experts.values()}
-    names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
-    if not counts:
-        return f"model: {kind} has no experts; use ddp or fsdp2"
-    routed = {
-        f"{router.name.rpartition('.')[0]}.{own}"
-        for router in routers_of(model)
-        for own in expert_parameters(router)[0]
-    }
-    if routed - names:
-        return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
-    if not any(count % size for count in counts):
-        return None
-    works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
-    return (
-        f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
-        f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
-    )
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -95,11 +93,10 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
     The dimension must be divisible by the number of ranks. It must not be split by tp or ep already, because a shard
     would then mix rows of two matrices.
     """
-    is_divided = isinstance(parameter, DTensor)
-    shape = parameter.to_local().shape if is_divided else parameter.shape
+    shape = local_tensor(parameter).shape
     if len(shape) < 3 or not pads_much(shape[0], ranks):
         return None
-    taken = {placement.dim for placement in parameter.placements if not placement.is_replicate()} if is_divided else ()
+    taken = {placement.dim for placement in getattr(parameter, "placements", ()) if not placement.is_replicate()}
     free = [dim for dim in range(1, len(shape)) if dim not in taken and shape[dim] % ranks == 0]
     return Shard(free[0]) if free else None
 

@@ -93,9 +93,10 @@ def run_tool(module: str, *words: str, given: str = "", seconds: float = 300.0) 
     # Without -P, modules in the current folder would come first.
     command = [sys.executable, "-P", "-m", f"pretrain_tools.{module}", *words]
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"input": given, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, env=environment, timeout=seconds, **pipes)
+        done = subprocess.run(
+            command, input=given, env=environment, timeout=seconds, capture_output=True, text=True, errors="replace"
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolError(f"{type(error).__name__}: {error}") from error
     if done.returncode:
@@ -127,27 +128,22 @@ def deepspeed_file() -> dict:
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
     """Returns error messages for launcher settings that contradict the recipe or aren't supported."""
     problems = []
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", PRECISIONS[precision]):
-        problems.append(
-            f"launcher: mixed_precision: {launched} conflicts with the recipe's precision: {precision}; "
-            "remove mixed_precision from the accelerate config, or set precision in the recipe"
-        )
+    config = config.model_copy(update={"precision": precision})  # instead of auto
     set_by_recipe = {
-        "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
-        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm"),
-        "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
-        "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
+        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", "precision", PRECISIONS[precision]),
+        # 1 is the default of `accelerate config`.
+        "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step", "1"),
+        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm", str(config.optim.max_grad_norm)),
+        "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile", "no"),
+        "fsdp_activation_checkpointing": (
+            "FSDP_ACTIVATION_CHECKPOINTING",
+            "activation_checkpointing",
+            "true" if config.activation_checkpointing == "full" else "false",
+        ),
     }
-    same_as_recipe = {
-        "gradient_accumulation_steps": ("1",),  # the default of `accelerate config`
-        "gradient_clipping": (str(config.optim.max_grad_norm),),
-        "fsdp_activation_checkpointing": ("true",) if config.activation_checkpointing == "full" else (),
-    }
-    for name, (in_environment, path) in set_by_recipe.items():
+    for name, (in_environment, path, same) in set_by_recipe.items():
         value = os.environ.get(in_environment, "none")
-        allowed = ("none", "no", "false", "auto", *same_as_recipe.get(name, ()))
-        if value.lower() not in allowed:
+        if value.lower() not in ("none", "no", "false", "auto", same):
             from pretrain.parallel.launcher_files import conflict
 
             problems.append(conflict("launcher", name, value, config, path))
@@ -163,7 +159,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
     if launcher_command() is not None:
         from pretrain.parallel.launcher_files import command_problems
 
-        problems += command_problems(strategy, processes_launched())
+        problems += command_problems(strategy)
     return problems
 
 

@@ -5,14 +5,14 @@ Recipe settings aren't allowed in these files, so that each setting is defined i
 """
 
 import json
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
 from pretrain.files import or_shipped
-from pretrain.mesh_sizes import DIMENSIONS, launcher_config, read_launcher_file, setting
+from pretrain.mesh_sizes import DIMENSIONS, launcher_config, processes_launched, read_launcher_file, setting
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",
@@ -43,16 +43,18 @@ AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit"
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
     """Returns the error message for a key that conflicts with the recipe setting at the dotted path `setting`."""
-    in_recipe = reduce(getattr, setting.split("."), config)
+    in_recipe = attrgetter(setting)(config)
     where = "the accelerate config" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
-def command_problems(strategy: str, processes: int) -> list[str]:
-    """Compares the launched processes with the launcher's options and config, and returns error messages."""
+def command_problems(strategy: str) -> list[str]:
+    """Compares the launched processes with the launcher's options and config, and returns error messages.
+
+    Only for processes whose launcher's command line is known.
+    """
     options, path = launcher_config()
-    if options is None:
-        return []
+    processes = processes_launched()
     wanted = options.num_processes or read_launcher_file(path).get("num_processes")
     problems = []
     if wanted not in (None, processes):
@@ -151,8 +153,8 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         DeepSpeedZeroOffloadParamConfig,
     )
 
-    if not isinstance(settings, dict) or settings.get("stage") not in (1, 2, 3):
-        stage = settings.get("stage") if isinstance(settings, dict) else None
+    stage = settings.get("stage") if isinstance(settings, dict) else None
+    if stage not in (1, 2, 3):
         return [f"{name}: zero_optimization.stage must be 1, 2 or 3, got {json.dumps(stage)}"]
     sections = {
         "zero_optimization": DeepSpeedZeroConfig,

@@ -55,21 +55,18 @@ class Mesh:
     """Three views of the same ranks. Each view includes dimensions of size 1."""
 
     def __init__(self, sizes: Sizes, device_type: str):
-        s = sizes
         self.sizes = sizes
 
-        def view(dims: dict[str, int]) -> DeviceMesh:
-            return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        def view(names: list[str]) -> DeviceMesh:
+            shape = tuple(getattr(sizes, name) for name in names)
+            return init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
 
-        data = {name: getattr(s, name) for name, row in DIMENSIONS.items() if not row.is_inner}
-        dense = {"fsdp" if name == "dp_shard" else name: size for name, size in data.items() if name != "cp"}
-        dense["fsdp"] = s.fsdp
-        inside = {"fsdp": ("efsdp", s.efsdp), "tp": ("ep", s.ep)}
+        data = [name for name, row in DIMENSIONS.items() if not row.is_inner]
+        dense = ["fsdp" if name == "dp_shard" else name for name in data if name != "cp"]
+        expert = [{"fsdp": "efsdp", "tp": "ep"}.get(name, name) for name in dense]
         self.data = view(data)
         self.dense = view(dense)
-        self.expert = (
-            view(dict(inside.get(name, (name, size)) for name, size in dense.items())) if s.ep > 1 else self.dense
-        )
+        self.expert = view(expert) if sizes.ep > 1 else self.dense
 
     def rank(self, name: str) -> int:
         """Returns this rank's index along a dimension of the data view."""
@@ -114,12 +111,6 @@ class MeshStrategy(Strategy):
     precisions = ("fp32", "bf16", "fp8")
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
-
-    @classmethod
-    def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        if "pp" not in requested_sizes():
-            return 1
-        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatches_per_stage
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
@@ -193,7 +184,7 @@ class MeshStrategy(Strategy):
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         """Prepares the model as described in `Strategy`.
 
         Each rank holds at most one unsharded layer at a time, or the parameters outside the layers.
@@ -267,14 +258,13 @@ class MeshStrategy(Strategy):
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
-            for part in expert_modules(module).values() if self.sizes.ep > 1 else ():
-                placement = partial(dimension_to_shard, self.sizes.efsdp)
-                mesh = self.mesh.shards(experts=True)
-                apply(part, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
+            experts = expert_modules(module).values() if self.sizes.ep > 1 else ()
+            parts = [(part, self.mesh.shards(experts=True)) for part in experts]
             if module in layers:
-                placement = partial(dimension_to_shard, self.sizes.fsdp)
-                mesh = self.mesh.shards()
-                apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
+                parts.append((module, self.mesh.shards()))
+            for part, mesh in parts:
+                placement = partial(dimension_to_shard, mesh.shape[-1])
+                apply(part, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
         """Module with the last stage's copy of the embedding, if the first stage is on the same rank."""
@@ -335,7 +325,7 @@ class MeshStrategy(Strategy):
         return PipelineModel(
             self.roots,
             self.stage_owners,
-            self.config.pipeline.schedule,
+            schedule,
             self.microbatches,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.pp_group,
@@ -430,13 +420,11 @@ class MeshStrategy(Strategy):
         """
         if self.sizes.pp == 1:
             return mine
-        facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}
-        facts_of_rank: list[dict] = [{} for _ in range(self.sizes.pp)]
-        dist.all_gather_object(facts_of_rank, facts, group=self.pp_group)
-        owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in facts_of_rank[rank]}
-        names = sorted(owners, key=self.place_of)
-        shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
-        dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
+        of_rank: list = [None] * self.sizes.pp
+        dist.all_gather_object(of_rank, (mine.shapes, mine.dtypes), group=self.pp_group)
+        owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in of_rank[rank][0]}
+        shapes = {name: of_rank[owners[name]][0][name] for name in sorted(owners, key=self.place_of)}
+        dtypes = {name: of_rank[owners[name]][1][name] for name in shapes}
 
         def gather(name: str) -> Tensor:
             if owners[name] == self.mesh.rank("pp"):
@@ -475,7 +463,7 @@ class MeshStrategy(Strategy):
                 "pipeline_microbatches": self.microbatches,
                 "parameters_of_stages": self.parameters_of_stages,
             }
-        return {**super().describe(), **facts}
+        return super().describe() | facts
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
@@ -495,7 +483,7 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         kinds: dict[DeviceMesh | None, list[Tensor]] = {}
         for parameter in group["params"]:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        optimizer.param_groups += [{**group, "params": parameters} for parameters in kinds.values()]
+        optimizer.param_groups += [group | {"params": parameters} for parameters in kinds.values()]
     return optimizer
 
 

@@ -84,11 +84,10 @@ def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
     """Returns the tiles of the ranks that differ from this one only along these mesh dimensions, in rank order."""
     mesh = tensor.device_mesh
     found = []
+    here = dict(enumerate(place_in(mesh)))
     for places in product(*(range(mesh.size(axis)) for axis in axes)):
-        place = list(place_in(mesh))
-        for axis, number in zip(axes, places, strict=True):
-            place[axis] = number
-        found.append(tile_at(tuple(tensor.shape), mesh.shape, tensor.placements, tuple(place)))
+        place = here | dict(zip(axes, places, strict=True))
+        found.append(tile_at(tuple(tensor.shape), mesh.shape, tensor.placements, tuple(place.values())))
     return found
 
 

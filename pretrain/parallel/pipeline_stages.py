@@ -125,19 +125,14 @@ class Stage(nn.Module):
         embeds = self.terms is not None and self.terms.embeds
         self.embedding = model.causal_lm.get_input_embeddings() if embeds else None
         self.recorder = model.recorder
-        self.microbatches: list[PipelineMicroBatch] = []
-        """Pipeline microbatches of the current micro-batch."""
-        self.microbatches_run = 0
-        self.micro_steps = 1
-        self.cross_entropy: Tensor | None = None
-        """Weighted sum over the microbatches so far (last stage only)."""
 
     def begin(self, microbatches: list[PipelineMicroBatch], micro_steps: int) -> None:
         """Sets the microbatches for the next pipeline call, and the number of micro-steps per step."""
         self.microbatches = microbatches
         self.micro_steps = micro_steps
         self.microbatches_run = 0
-        self.cross_entropy = None
+        self.cross_entropy: Tensor | None = None
+        """Weighted sum over the microbatches so far (last stage only)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs the stage on the next microbatch. x: token IDs or hidden states."""

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from pretrain.config import Data, RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import avoid_faulty_cudnn, compute_deterministically
-from pretrain.mesh_sizes import launched_sizes, processes_launched
+from pretrain.mesh_sizes import launched_sizes, processes_launched, requested_sizes
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import text_of_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
@@ -40,9 +40,11 @@ def micro_batches_launched() -> int:
 
 def parts_of_micro_batch(config: RunConfig) -> int:
     """Returns a number that must divide batch.sequences_per_micro_batch with the launched strategy."""
-    name = launched_strategy()
-    strategy = strategy_named(name) if name in STRATEGIES else Strategy
-    return strategy.parts_of_micro_batch(config)
+    if "pp" not in requested_sizes():
+        return 1
+    from pretrain.parallel.pipeline import STAGE_LAYOUTS
+
+    return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatches_per_stage
 
 
 def make_strategy(config: RunConfig) -> Strategy:

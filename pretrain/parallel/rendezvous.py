@@ -110,13 +110,13 @@ def choose_interface() -> None:
     name = interfaces.get(local_address_towards(main))
     if name is None:  # on the main machine, if its name resolves to loopback
         others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
-        if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
-            raise InputError(
-                f"launcher: the run uses {machines} machines, but the host name {socket.gethostname()} resolves only "
-                "to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can reach "
-                f"(active interfaces: {', '.join(others) or 'none found'})"
-            )
         if len(others) != 1:
+            if "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
+                raise InputError(
+                    f"launcher: the run uses {machines} machines, but the host name {socket.gethostname()} resolves "
+                    "only to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can "
+                    f"reach (active interfaces: {', '.join(others) or 'none found'})"
+                )
             return
         name = others[0]
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})

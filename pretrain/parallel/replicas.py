@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
+ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, Tensor]]
 """(process group, or None for all ranks; {name: tensor} on this rank). All ranks must have equal tensors."""
 
 CHUNK = 2**22
@@ -42,7 +43,7 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
     return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
 
-def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def digest_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns a 64-bit digest of each tensor's bits, as int64 of shape (tensors,) on `device`."""
     # Random weights prevent changes in several elements from canceling out. Odd weights prevent a single change from
     # vanishing modulo 2^64.
@@ -53,7 +54,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 
 @torch.no_grad()
-def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def digest(tensor: Tensor, weights: Tensor) -> Tensor:
     """Sums the elements' bit patterns, weighted by position, modulo 2^64. Integer sums don't depend on the order.
 
     Offloaded tensors are copied to the weights' device, one chunk at a time.
@@ -65,7 +66,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
+def compare(names: Sequence[str], digests: Tensor, ranks: Sequence[int]) -> list[str]:
     """Returns one line per differing tensor. It lists the ranks outside the majority, or all ranks if there is none.
 
     Args:
@@ -77,11 +78,5 @@ def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -
         values, counts = digests[:, column].unique(return_counts=True)
         majority = values[counts.argmax()] if counts.max() > len(ranks) / 2 else None
         odd = [str(rank) for rank, value in zip(ranks, digests[:, column], strict=True) if value != majority]
-        if majority is None:
-            lines.append(f"{names[column]}: ranks {', '.join(map(str, ranks))} have different values")
-        else:
-            lines.append(
-                f"{names[column]}: rank{'s' if len(odd) > 1 else ''} {', '.join(odd)} differ"
-                f"{'' if len(odd) > 1 else 's'} from the other {len(ranks) - len(odd)}"
-            )
+        lines.append(f"{names[column]}: different on {len(odd)} of {len(ranks)} ranks: {', '.join(odd)}")
     return lines

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config import RunConfig
@@ -40,7 +41,7 @@ from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, join_nccl, renew_store
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import TensorGroup, load_parts
+from pretrain.parallel.tensor_group import Shape, TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
@@ -137,7 +138,7 @@ class Strategy:
 
     ZeRO doesn't call them, because it doesn't expose these gradients.
     """
-    after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
+    after_update: tuple[Callable[[Tensor], None], ...] = ()
     """Functions called with `skipped` after every update, including skipped ones."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
@@ -156,7 +157,7 @@ class Strategy:
         """Index of this rank's share of the batch. Ranks that share a model replica read the same data."""
         self.data_ranks = self.ranks.count
         """Number of shares into which the batch is split."""
-        self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
+        self.loss_terms: nn.Module = nn.ModuleDict()
         """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
         use_all_cores()  # even with a GPU: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
@@ -178,12 +179,6 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Returns error messages for the recipe settings that this strategy, called `name`, doesn't support."""
-        problems = []
-        if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
-            problems.append(
-                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
-                "fsdp2 or a mesh"
-            )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
             # This imports every optimizer, so we only do it here.
@@ -193,17 +188,12 @@ class Strategy:
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
-        return problems + [
+        return [
             f"{path}: {value} is not supported with {name}; use {' or '.join(allowed)}, or a strategy that supports "
             "it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
-
-    @classmethod
-    def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        """Returns a number that must divide batch.sequences_per_micro_batch."""
-        return 1
 
     def make_accelerator(self) -> Accelerator:
         """Builds the Accelerator. Raises RuntimeError if accelerate silently falls back to a different strategy."""
@@ -216,7 +206,7 @@ class Strategy:
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         """Initializes the model on the device, builds the optimizer, and returns the module to call in training.
 
         Args:
@@ -240,7 +230,7 @@ class Strategy:
             order_buckets(self.model)
         return self.model
 
-    def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (name, parameter) for all parameters that this rank updates."""
         named = [*self.causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
         return [(name, parameter) for name, parameter in named if not parameter.is_meta]
@@ -267,7 +257,7 @@ class Strategy:
             with self.accelerator.no_sync(self.model):
                 yield
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Runs the backward pass. `loss` is already divided by the number of micro-steps."""
         self.accelerator.backward(loss)
 
@@ -285,7 +275,7 @@ class Strategy:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
 
-    def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
         """Clips the gradients, updates the weights, and clears the gradients.
 
         Skips the update if the gradient norm isn't finite. Returns (gradient norm before clipping, 1 if skipped else
@@ -299,7 +289,7 @@ class Strategy:
             call(skipped)
         return grad_norm, skipped
 
-    def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def clip_and_step(self, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
         """Implements `update`, with the same arguments and results."""
         grad_norm = self.gradient_norm()
         for call in self.before_update:
@@ -334,7 +324,7 @@ class Strategy:
         """The torch optimizer inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    def gradient_norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> Tensor:
         """Returns the norm of the full gradient as a scalar on the device."""
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
@@ -344,11 +334,11 @@ class Strategy:
         """Returns the names of trainable parameters that have no gradient."""
         return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         """Returns this rank's gradient shards."""
         return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
-    def share_of(self, parameter: torch.nn.Parameter) -> float:
+    def share_of(self, parameter: nn.Parameter) -> float:
         """Returns this rank's weight in a sum over ranks that must count each element of a parameter once."""
         return 1 / self.ranks.count
 
@@ -360,11 +350,11 @@ class Strategy:
         """
         return self.data_rank
 
-    def running_modules(self) -> list[torch.nn.Module]:
+    def running_modules(self) -> list[nn.Module]:
         """Returns this rank's modules that run forward on each microbatch: the model, or pipeline stages."""
         return [self.model]
 
-    def sum(self, tensor: torch.Tensor, *, by_layer: bool = False) -> torch.Tensor:
+    def sum(self, tensor: Tensor, *, by_layer: bool = False) -> Tensor:
         """Sums a tensor over the ranks with different data, and returns the sum on all ranks.
 
         by_layer: each rank passes values for its own layers and zeros for all others.
@@ -403,14 +393,14 @@ class Strategy:
         weights = self.average.means if averaged else self.weights()
         return self.of_all_stages(TensorGroup.of(of_terms(weights)))
 
-    def saved_buffers(self) -> dict[str, torch.Tensor]:
+    def saved_buffers(self) -> dict[str, Tensor]:
         """Returns the persistent buffers, which checkpoints contain."""
         saved = self.causal_lm.state_dict().keys()
         return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
         }
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Returns this rank's shards of the fp32 weights, by name."""
         return {name: parameter for parameter, name in self.name_of.items()}
 
@@ -430,19 +420,23 @@ class Strategy:
         finally:
             self.average.exchange(self.weights())
 
-    def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
         """Loads unsharded tensors into the average."""
         self.average = WeightAverage(self.weights())
         load_parts(self.average.means, average)
 
     def optimizer_tensors(self) -> TensorGroup:
         """Returns the optimizer state, with names like '<parameter>.<state>'."""
-        shapes = {
+        tensors = optimizer_state_by_name(self.inner_optimizer, self.name_of)
+        return self.of_all_stages(TensorGroup.of(tensors, self.state_shapes()))
+
+    def state_shapes(self) -> dict[str, Shape]:
+        """Returns {'<parameter>.<state>': unsharded shape} for the parameters that this rank updates."""
+        return {
             f"{name}.{key}": shape
             for name in self.name_of.values()
             for key, shape in self.spec.state_shapes(name).items()
         }
-        return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def state_problem(self) -> str:
         """Returns an error if a checkpoint wouldn't contain this rank's whole optimizer state, otherwise ""."""
@@ -454,7 +448,7 @@ class Strategy:
         found = self.actual_state_shapes().items()
         return next(filter(None, (state_problem(self.config.optim.name, self.spec, *of_one) for of_one in found)), "")
 
-    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, Shape]]:
         """Returns {parameter: {key: unsharded shape}} for this rank's optimizer state."""
         return {
             self.name_of[parameter]: {
@@ -464,7 +458,7 @@ class Strategy:
             if state
         }
 
-    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         """Loads unsharded tensors into the model, its loss terms and the optimizer."""
         load_parts(self.weights() | self.saved_buffers(), model)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
@@ -485,7 +479,7 @@ class Strategy:
         """Returns the weights that must be bitwise equal on several ranks; see `replica_differences`."""
         if self.ranks.count == 1:
             return []
-        return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
+        return [(None, self.weights())]
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> set[tuple[str, str]]:

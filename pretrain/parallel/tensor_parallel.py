@@ -80,9 +80,8 @@ class TensorParallel(Dimension):
 
     def divide(self, unit: str, module: nn.Module) -> None:
         strategy = self.strategy
-        plan = tensor_plan_of(strategy.causal_lm.config)
         mesh = strategy.mesh.dense["tp"]
-        split_unit(strategy.causal_lm, unit, plan, mesh, strategy.device, splits_experts=strategy.sizes.ep == 1)
+        split_unit(strategy.causal_lm, unit, mesh, strategy.device, splits_experts=strategy.sizes.ep == 1)
 
     def after_sharding(self, model: LanguageModelLoss, called: nn.Module) -> None:
         causal_lm = model.causal_lm
@@ -141,14 +140,11 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
-        reason = (
-            f"has unsupported styles in its tensor-parallel plan ({', '.join(unknown)})"
-            if unknown
-            else "has no tensor-parallel plan"
-        )
+        found = ", ".join(unknown) or "no matrices"
         return (
-            f"model: {model_config.model_type} {reason}; use fsdp2, or an architecture whose plan only "
-            "contains colwise and rowwise matrices, such as llama, qwen3, mistral or deepone"
+            f"model: {model_config.model_type} does not support tp: its tensor-parallel plan has {found}; use fsdp2, "
+            "or an architecture whose plan only contains colwise and rowwise matrices, such as llama, qwen3, mistral "
+            "or deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
@@ -187,11 +183,13 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     the same errors as `reference_of`.
     """
     model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
-    styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
-    matrices = {name: style for name, style in styles.items() if style in MATRIX_DIMENSION}
-    matrices = {name: style for name, style in matrices.items() if not EXPERTS.search(name)}
-    for name in matrices:
-        module = model.base_model.get_submodule(name)
+    plan = tensor_plan_of(model_config)
+    matrices = {}
+    for name, module in model.base_model.named_modules():
+        style = style_of(name, plan)
+        if style not in MATRIX_DIMENSION or EXPERTS.search(name):
+            continue
+        matrices[name] = style
         if type(module).forward is not nn.Linear.forward:
             return (
                 f"model: {model_config.model_type} does not support tp: {name} in its tensor-parallel plan is "
@@ -228,13 +226,12 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
 def split_unit(
     causal_lm: PreTrainedModel,
     unit: str,
-    plan: Mapping[str, str],
     mesh: DeviceMesh,
     device: torch.device,
     *,
     splits_experts: bool,
 ) -> None:
-    """Splits the matrices in `unit` according to the plan, and frees the full matrices.
+    """Splits the matrices in `unit` according to the model's plan, and frees the full matrices.
 
     splits_experts: see `plan_problem`.
     """
@@ -242,6 +239,7 @@ def split_unit(
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # a tied head uses the embedding's weight
     module.to(device)
+    plan = tensor_plan_of(causal_lm.config)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
     # Split parameters before modules: functions that replace a module's forward pass read its split parameters.
     names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
@@ -36,7 +37,7 @@ from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, check_state,
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import LOSS_TERMS, Strategy, device_type, of_terms, resolve_precision, without_terms
-from pretrain.parallel.tensor_group import TensorGroup, load_parts
+from pretrain.parallel.tensor_group import Shape, TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Masters, full_shape
 from pretrain.terminal import is_first_process
 
@@ -53,6 +54,11 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
+        if config.optim.stochastic_rounding:
+            problems.append(
+                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
+                "fsdp2 or a mesh"
+            )
         from_disk = uses_nvme() or name == "zero3_offload_nvme"
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
@@ -69,9 +75,10 @@ class Zero(Strategy):
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
-            reason = "with offload" if offloads else "except in fp32, because DeepSpeed would accumulate in bf16"
-            other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: not supported with {name} {reason}; use {other}, or false")
+            problems.append(
+                f"batch.no_sync: not supported with {name} except in fp32 without offload, because DeepSpeed would "
+                "accumulate in bf16; use zero1, which reduces once and keeps gradients in fp32, fsdp2, or false"
+            )
         if config.optim.muon.qk_clip:
             problems.append(
                 f"optim.muon.qk_clip: not supported with {name}, which updates weights before they can be "
@@ -99,7 +106,7 @@ class Zero(Strategy):
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
         )
-        self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
+        self.settings = deepspeed_file() | derived_settings(self.config, self.precision)
         self.stage: int = self.settings["zero_optimization"]["stage"]
         # accelerate rejects a DeepSpeed JSON if this variable is set. deepspeed_problems has already checked its
         # settings.
@@ -107,9 +114,8 @@ class Zero(Strategy):
         self._unreduced = ExitStack()
         """DeepSpeed's context for accumulating unreduced gradients, for `batch.no_sync`."""
         self._keeps_whole = False
-        kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend, each process would train independently
-            kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        # Without a backend, each process would train independently on a CPU.
+        kwargs_handlers = [InitProcessGroupKwargs(backend="gloo")] if device_type() == "cpu" else []
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
             gradient_accumulation_steps=self.settings["gradient_accumulation_steps"],
@@ -127,7 +133,7 @@ class Zero(Strategy):
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         """Prepares the model as described in `Strategy`. In stage 3, at most one layer is unsharded at a time."""
         self.causal_lm = causal_lm = model.causal_lm
         if self.precision == "fp8":
@@ -141,7 +147,7 @@ class Zero(Strategy):
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
         # Record which parameters get a gradient, because DeepSpeed frees gradients immediately and substitutes zeros
         # for missing ones.
-        self.reached: set[torch.Tensor] = set()
+        self.reached: set[Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
@@ -179,7 +185,7 @@ class Zero(Strategy):
             return
         import deepspeed
 
-        def partition(module: torch.nn.Module) -> None:
+        def partition(module: nn.Module) -> None:
             if self.precision != "fp32":  # DeepSpeed doesn't cast partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
@@ -195,9 +201,9 @@ class Zero(Strategy):
     def _undo_rounding(
         self,
         model: LanguageModelLoss,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, Tensor],
         weights: InitialWeights,
-        drawn: Mapping[str, torch.Tensor],
+        drawn: Mapping[str, Tensor],
     ) -> None:
         """Restores the fp32 values of the master weights and rotary tables, which DeepSpeed has rounded.
 
@@ -254,10 +260,10 @@ class Zero(Strategy):
             self._keeps_whole = False
             self.model.set_gradient_accumulation_boundary(True)  # closing the context restores the old value
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def clip_and_step(self, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
         """Implements `update`. DeepSpeed clips to its configured norm and skips non-finite gradients."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -278,21 +284,19 @@ class Zero(Strategy):
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
             return super().optimizer_tensors()
-        names = self.parameter_of if self.optimizer.optimizer.state else ()
-        shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
-        return gathered_group(shapes, self.get)
+        return gathered_group(self.state_shapes() if self.optimizer.optimizer.state else {}, self.get)
 
-    def actual_state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def actual_state_shapes(self) -> dict[str, dict[str, Shape]]:
         if self.spec.state_is_whole:
             return super().actual_state_shapes()
         shapes = self.shapes()
         return {name: self.masters.actual_state_shapes(p, shapes[name]) for name, p in self.parameter_of.items()}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Returns {name: unsharded shape} for all parameters."""
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Returns the flat master weight tensors by index."""
         return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
@@ -310,22 +314,22 @@ class Zero(Strategy):
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
 
-    def _average(self, name: str) -> torch.Tensor:
+    def _average(self, name: str) -> Tensor:
         """Gathers a parameter's average on every rank (a collective call)."""
         return self.masters.gathered(self.parameter_of[name], self._average_part(name))
 
-    def _average_part(self, name: str) -> torch.Tensor:
+    def _average_part(self, name: str) -> Tensor:
         """Returns this rank's partition of a parameter's average."""
         place = self.masters.places[self.parameter_of[name]]
         return place.narrow(self.average.means[str(place.group)])
 
-    def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
+    def load_average(self, average: Mapping[str, Tensor]) -> None:
         self.average = WeightAverage(self.weights())
         for name, parameter in self.parameter_of.items():
             first, end = self.masters.places[parameter].mine
             self._average_part(name).copy_(average[name].flatten()[first:end])
 
-    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameter_of.items():
             self.masters.set(parameter, None, model[name].to(self.device))
         # ZeRO checkpoints from earlier releases have no buffers.
@@ -337,24 +341,24 @@ class Zero(Strategy):
             groups = [{"params": list(self.name_of)}]
             load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer, groups)
             return
-        kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
-        shapes = {f"{name}.{key}": shape for name, keys in kept.items() for key, shape in keys.items()}
+        shapes = self.state_shapes()
         check_state(self.config.optim.name, shapes, optimizer)
 
-        def state_of(parameters: list[torch.Tensor], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        def state_of(parameters: list[Tensor], flat: Tensor) -> dict[str, Tensor]:
             names = [self.name_of[parameter] for parameter in parameters]  # all have the same keys
             return {
                 key: torch.zeros_like(flat) if shape else self._scalar_of_all(names, key, optimizer).to(flat.device)
-                for key, shape in kept[names[0]].items()
+                for key, shape in self.spec.state_shapes(names[0]).items()
             }
 
         self.masters.create_state(state_of)
-        for name, keys in kept.items():
-            for key in (key for key, shape in keys.items() if shape):
-                self.masters.set(self.parameter_of[name], key, optimizer[f"{name}.{key}"])
+        for state, shape in shapes.items():
+            if shape:
+                name, _, key = state.rpartition(".")
+                self.masters.set(self.parameter_of[name], key, optimizer[state])
         self.masters.release()
 
-    def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _scalar_of_all(self, names: list[str], key: str, saved: Mapping[str, Tensor]) -> Tensor:
         """Returns the scalar that these parameters of a flat tensor share. Raises InputError if they differ."""
         values = {name: float(saved[f"{name}.{key}"]) for name in names}
         least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
@@ -366,7 +370,7 @@ class Zero(Strategy):
             )
         return saved[f"{names[0]}.{key}"].clone()
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
         """Gathers a master weight or optimizer state ('<parameter>.<state>') on every rank (a collective call)."""
         key = None
         if name not in self.parameter_of:
@@ -381,7 +385,7 @@ class Zero(Strategy):
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "deepspeed": self.settings}
+        return super().describe() | {"deepspeed": self.settings}
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
@@ -454,14 +458,14 @@ def missing_for_nvme() -> str | None:
 
 
 def gathered_group(
-    shapes: Mapping[str, tuple[int, ...]],
-    gather: Callable[[str], torch.Tensor],
-    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    shapes: Mapping[str, Shape],
+    gather: Callable[[str], Tensor],
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
     """Builds a group from fp32 tensors with these shapes, which `gather` returns flattened, and unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
-    def either(name: str) -> torch.Tensor:
+    def either(name: str) -> Tensor:
         return whole.gather(name) if name in buffers else gather(name).detach().view(shapes[name])
 
     return TensorGroup({**shapes, **whole.shapes}, dict.fromkeys(shapes, torch.float32) | whole.dtypes, either)

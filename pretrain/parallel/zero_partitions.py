@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from pretrain.optim.adafactor import ParameterPart
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, gather_flat
+from pretrain.parallel.tensor_group import Shape
 
 GROUPS_OF = {
     "fp32_partitioned_groups_flat": "fp16_groups",
@@ -40,7 +42,7 @@ class Place:
     def mine(self) -> tuple[int, int]:
         return self.ranges[dist.get_rank()]
 
-    def narrow(self, flat: torch.Tensor) -> torch.Tensor:
+    def narrow(self, flat: Tensor) -> Tensor:
         """Returns this rank's partition of the parameter in a flat tensor."""
         first, end = self.mine
         return flat.narrow(0, self.offset, end - first)
@@ -57,14 +59,14 @@ class Masters:
         self._stage = stage
         self._device = device
         name = next(name for name in GROUPS_OF if hasattr(optimizer, name))
-        self.flats: list[torch.Tensor] = getattr(optimizer, name)
-        self.groups: list[list[torch.Tensor]] = getattr(optimizer, GROUPS_OF[name])
+        self.flats: list[Tensor] = getattr(optimizer, name)
+        self.groups: list[list[Tensor]] = getattr(optimizer, GROUPS_OF[name])
         self.places = self._partitions() if stage == 3 else self._fragments()
         self._present: int | None = None
         """Index of the sub-group that has been read from NVMe into memory."""
         self._changed = False
 
-    def _partitions(self) -> dict[torch.Tensor, Place]:
+    def _partitions(self) -> dict[Tensor, Place]:
         places = {}
         for parameter in [parameter for group in self.groups for parameter in group]:
             group, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
@@ -72,7 +74,7 @@ class Masters:
             places[parameter] = Place(group, offset, tuple(pairwise(ends)))
         return places
 
-    def _fragments(self) -> dict[torch.Tensor, Place]:
+    def _fragments(self) -> dict[Tensor, Place]:
         """Locates the partitions in stages 1 and 2, which can start and end inside a parameter."""
         mine = {}
         for number, group in enumerate(self.groups):
@@ -111,7 +113,7 @@ class Masters:
         self._present = None
         self._changed = False
 
-    def create_state(self, state_of: Callable[[list[torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    def create_state(self, state_of: Callable[[list[Tensor], Tensor], dict[str, Tensor]]) -> None:
         """Creates the optimizer state, which otherwise wouldn't exist before the first step.
 
         state_of: returns the state for a flat tensor, given (its parameters, the flat tensor).
@@ -124,7 +126,7 @@ class Masters:
                 self._changed = True
                 self.release()
 
-    def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
+    def part(self, parameter: Tensor, key: str | None) -> Tensor:
         """Returns this rank's partition of a moment, or of a master weight if key is None.
 
         Valid until the next call.
@@ -134,20 +136,20 @@ class Masters:
         flat = self.flats[place.group]
         return place.narrow(flat if key is None else self._optimizer.optimizer.state[flat][key])
 
-    def scalar(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+    def scalar(self, parameter: Tensor, key: str) -> Tensor:
         """Returns a number in the optimizer state, such as a step count, which is the same on every rank."""
         return torch.as_tensor(self._state_of(parameter)[key], dtype=torch.float32).clone()
 
-    def actual_state_shapes(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def actual_state_shapes(self, parameter: Tensor, shape: Shape) -> dict[str, Shape]:
         """Returns {key: unsharded shape} for a parameter with this shape. State is a number or as large as it."""
         return {key: shape if getattr(value, "ndim", 0) else () for key, value in self._state_of(parameter).items()}
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the optimizer state of the parameter's flat tensor."""
         return self._optimizer.optimizer.state.get(self.flats[self.places[parameter].group], {})
 
     @torch.no_grad()
-    def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def gathered(self, parameter: Tensor, part: Tensor) -> Tensor:
         """Gathers a flat tensor from all ranks' partitions (a collective call)."""
         ranges = self.places[parameter].ranges
         part = part.to(self._device)
@@ -163,7 +165,7 @@ class Masters:
         return whole
 
     @torch.no_grad()
-    def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
+    def set(self, parameter: Tensor, key: str | None, whole: Tensor) -> None:
         """Copies this rank's partition of `whole` into a moment.
 
         If key is None, copies it into the master weight and the forward pass's weight instead.
@@ -175,7 +177,7 @@ class Masters:
             self.compute_with(parameter, whole)
 
     @torch.no_grad()
-    def compute_with(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    def compute_with(self, parameter: Tensor, whole: Tensor) -> None:
         """Copies a full weight into the forward pass's weight."""
         if self._stage == 3:
             first, end = self.places[parameter].mine
@@ -183,17 +185,15 @@ class Masters:
         if parameter.numel() == whole.numel():  # stage 3 keeps small parameters gathered between steps
             parameter.copy_(whole.view_as(parameter))
 
-    def pieces(
-        self, matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
-    ) -> dict[torch.Tensor, list[MatrixPiece]]:
+    def pieces(self, matrices: Mapping[Tensor, HiddenMatrix], holders: Holders) -> dict[Tensor, list[MatrixPiece]]:
         """Returns {flat tensor: matrix pieces in it} for Muon."""
-        found: dict[torch.Tensor, list[MatrixPiece]] = {}
+        found: dict[Tensor, list[MatrixPiece]] = {}
         for parameter, place in self.places.items():
-            if parameter not in matrices:
+            if (matrix := matrices.get(parameter)) is None:
                 continue
-            one = replace(matrices[parameter], stacked=1)
-            elements = matrices[parameter].elements
-            for start in range(0, matrices[parameter].stacked * elements, elements):
+            one = replace(matrix, stacked=1)
+            elements = matrix.elements
+            for start in range(0, matrix.stacked * elements, elements):
                 inside = tuple(tuple(min(max(edge - start, 0), elements) for edge in each) for each in place.ranges)
                 tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
                 before = max(0, start - place.mine[0])  # elements in this rank's partition before this matrix
@@ -202,9 +202,9 @@ class Masters:
                 found.setdefault(self.flats[place.group], []).append(piece)
         return found
 
-    def parts(self, holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
+    def parts(self, holders: Holders) -> dict[Tensor, list[ParameterPart]]:
         """Returns {flat tensor: parameter slices in it} for Adafactor."""
-        found: dict[torch.Tensor, list[ParameterPart]] = {}
+        found: dict[Tensor, list[ParameterPart]] = {}
         for parameter, place in self.places.items():
             first, end = place.mine
             start = first if first < end else 0
@@ -213,6 +213,6 @@ class Masters:
         return found
 
 
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> Shape:
     """Returns a parameter's unsharded shape. In stage 3, the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -5,12 +5,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError, shortened
-from pretrain.files import damage
+from pretrain.files import Beat, damage
 from pretrain.old_names import with_current_names
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 
 
 def checkpoint_damage(
-    folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
+    folder: Path, rank: int = 0, ranks: int = 1, beat: Beat = lambda: None, *, resumes: bool = False
 ) -> list[str]:
     """Lists problems with a checkpoint, including a step that doesn't match its name.
 

@@ -470,7 +470,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
 
     Args:
         ranks: number of micro-batches per micro-step, over all ranks.
-        parts: see `Strategy.parts_of_micro_batch`.
+        parts: see `parts_of_micro_batch`.
     """
     problems = Problems()
     tokens = config.batch.tokens_per_step

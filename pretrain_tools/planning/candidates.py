@@ -20,7 +20,7 @@ from pretrain.model.positions import configs_of_stages
 from pretrain.optim.averaging import averaging_problems
 from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
-from pretrain.parallel.registry import STRATEGIES, strategy_named
+from pretrain.parallel.registry import STRATEGIES, parts_of_micro_batch, strategy_named
 from pretrain.parallel.tensor_parallel import plan_problem
 from pretrain.training.run_plan import length_problems, model_problems, ramp_of, sequences_of, steps_between
 from pretrain_tools.planning.footprints import largest_footprint
@@ -235,7 +235,7 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         return Candidate(layout, problems)
     ranks = layout.micro_batches
     with layout.launched():
-        parts = strategy_named(name).parts_of_micro_batch(config)
+        parts = parts_of_micro_batch(config)
     possible = micro_batches(config, ranks, parts)
     notes = batch_problems(config, ranks, parts)
     if not possible:

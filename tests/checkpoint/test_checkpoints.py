@@ -108,12 +108,12 @@ def test_retention_keeps_the_newest_the_best_and_milestones():
 def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     group = TensorGroup.of(TENSORS)
     assert plan_files(group, "model") == {"model.safetensors": list(TENSORS)}
-    plan = plan_files(group, "model", max_file_bytes=64)
+    monkeypatch.setattr("pretrain.checkpoint.tensor_files.MAX_FILE_BYTES", 64)
+    plan = plan_files(group, "model")
     assert plan == {
         "model-00001-of-00002.safetensors": ["a.weight", "a.bias"],
         "model-00002-of-00002.safetensors": ["b.weight"],
     }
-    monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
     shares = [write_group(tmp_path, "model", group, rank, 2) for rank in range(2)]
     assert [list(share) for share in shares] == [[name] for name in plan], "each rank must write its own file"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -126,9 +126,8 @@ def test_a_file_that_cannot_be_written_does_not_leave_the_other_ranks_alone(tmp_
     gathered = []
     group = TensorGroup.of(TENSORS)
     group = replace(group, gather=lambda name: gathered.append(name) or TENSORS[name])
-    plan = plan_files(group, "model", max_file_bytes=24)
-    monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
-    first, *others = plan
+    monkeypatch.setattr("pretrain.checkpoint.tensor_files.MAX_FILE_BYTES", 24)
+    first, *others = plan_files(group, "model")
     (tmp_path / first).mkdir()
     with pytest.raises((OSError, SafetensorError)):
         write_group(tmp_path, "model", group, 0, 1)

@@ -18,6 +18,7 @@ from pretrain.files import commit, damage, remove, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.run_folder import checkpoint_folders, latest_step
 from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
+from support.project import run_script
 
 
 @pytest.fixture
@@ -321,3 +322,14 @@ def test_a_damaged_small_file_is_restored_from_the_run_folder(whole, tmp_path, m
     assert same_files(run, mirror) == [] and copier.status["damaged"] == {}
     assert damage(mirror / "run/checkpoints/step-00000004") == [] and steps_there(mirror) == [4, 8]
     assert json.loads((mirror / "run/run.json").read_text())["run"] == "one"
+
+
+def test_the_scripts_have_no_traceback_for_a_missing_run_or_a_damaged_mirror(lost, tmp_path):
+    _, mirror, _ = lost
+    module = "pretrain.checkpoint.mirror_{}".format
+    copied = run_script("-m", module("copy"), tmp_path / "none", "--mirror", mirror, check=False)
+    for manifest in mirror.rglob("MANIFEST.json"):
+        manifest.write_text("{}")
+    fetched = run_script("-m", module("fetch"), f"file://{mirror}/run", tmp_path / "copy", check=False)
+    for done, said in ((copied, "none: no such folder"), (fetched, "none of the checkpoints in")):
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

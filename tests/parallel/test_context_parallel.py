@@ -107,7 +107,7 @@ def test_heads_divide(heads, key_heads, parts, works):
 
 
 @pytest.mark.parametrize(
-    ("heads", "words"), [(None, "has no num_attention_heads"), ([4, 8], "different numbers of heads")]
+    ("heads", "words"), [(None, "num_attention_heads is None"), ([4, 8], "num_attention_heads is [4, 8], must be one")]
 )
 def test_models_without_one_number_of_heads_are_refused(heads, words):
     problem = heads_problem(SimpleNamespace(model_type="odd", num_attention_heads=heads), 2)

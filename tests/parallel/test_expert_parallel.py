@@ -45,6 +45,7 @@ def problems(recipe, tmp_path, monkeypatch):
         (TINY_OLMOE, 4, "2", ""),
         (TINY_LLAMA, 2, "all", "model: llama has no experts; use ddp or fsdp2"),
         ({}, 3, "all", "valid values for parallelism_config_ep_size: 2, 4, 8"),
+        (TINY_MOE | {"num_experts": 1, "num_experts_per_tok": 1}, 2, "all", "_ep_size: none; use fsdp2"),
         (
             {},
             1,

@@ -292,15 +292,15 @@ def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path
     monkeypatch.setattr(
         "pretrain.mesh_sizes.launcher_command", lambda: (["--config_file", str(path), "train.py"], ROOT)
     )
-    (problem,) = command_problems("single", 1)
+    (problem,) = command_problems("single")
     assert problem.startswith("launcher: num_processes: 2 was requested, but 1 was started; remove --cpu")
     words = ["--config_file", str(path), "--num_processes", "1", "train.py"]
     monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (words, ROOT))
-    assert command_problems("single", 1) == []
+    assert command_problems("single") == []
     monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (["train.py"], ROOT))
-    assert command_problems("single", 1) == [], "there is no default config file"
+    assert command_problems("single") == [], "there is no default config file"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
-    assert command_problems("single", 1) == [problem]
+    assert command_problems("single") == [problem]
 
 
 def test_a_deepspeed_file_for_the_trainer_leaves_precision_to_the_recipe(tmp_path, config):
@@ -320,8 +320,9 @@ def test_the_launchers_command_line_is_compared_with_the_launch(monkeypatch):
     words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
     monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
-    assert command_problems("ddp", 4) == ["nowhere/a.yaml for ddp"]
-    assert command_problems("ddp", 1)[0].startswith("launcher: num_processes: 4 was requested, but 1 was started;")
+    assert command_problems("ddp")[0].startswith("launcher: num_processes: 4 was requested, but 1 was started;")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert command_problems("ddp") == ["nowhere/a.yaml for ddp"]
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):

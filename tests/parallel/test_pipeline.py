@@ -16,6 +16,7 @@ from pretrain.parallel import mesh
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_micro_batch
+from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import micro_batch_of, sequences_of
 from support.project import events, launch, losses, run_script
@@ -155,7 +156,7 @@ def test_accepted_micro_batches_can_be_split(launched, lengthening):
         config = recipe.model_copy(update={"data": data, "pipeline": settings})
         tokens = steps * sequences * 32 * pipelines * ranks
         config = config.with_batch(tokens_per_step=tokens, sequences_per_micro_batch=sequences)
-        parts = MeshStrategy.parts_of_micro_batch(config)
+        parts = parts_of_micro_batch(config)
         try:
             sequences_of(config, pipelines * ranks, parts)
         except InputError:

@@ -57,12 +57,12 @@ def test_elements_after_the_first_chunk_matter():
 def test_the_differing_ranks_are_named():
     digests = torch.tensor([[1, 5, 7], [1, 5, 8], [1, 6, 9], [1, 5, 7]])
     assert compare(["a", "b", "c"], digests, [0, 2, 4, 6]) == [
-        "b: rank 4 differs from the other 3",
-        "c: ranks 0, 2, 4, 6 have different values",
+        "b: different on 1 of 4 ranks: 4",
+        "c: different on 4 of 4 ranks: 0, 2, 4, 6",
     ]
-    assert compare(["a"], torch.tensor([[1], [2]]), [0, 1]) == ["a: ranks 0, 1 have different values"]
+    assert compare(["a"], torch.tensor([[1], [2]]), [0, 1]) == ["a: different on 2 of 2 ranks: 0, 1"]
     five = torch.tensor([[1], [2], [1], [3], [1]])
-    assert compare(["a"], five, range(5)) == ["a: ranks 1, 3 differ from the other 3"]
+    assert compare(["a"], five, range(5)) == ["a: different on 2 of 5 ranks: 1, 3"]
 
 
 def in_two_groups(rank: int, folder: str) -> None:
@@ -85,5 +85,5 @@ def in_two_groups(rank: int, folder: str) -> None:
 def test_all_ranks_find_a_changed_parameter(tmp_path):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.spawn(in_two_groups, (str(tmp_path),), nprocs=4)
-    expected = [[], ["head: rank 1 differs from the other 2"], ["norm: rank 3 differs from the other 3"]]
+    expected = [[], ["head: different on 1 of 3 ranks: 1"], ["norm: different on 1 of 4 ranks: 3"]]
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == [repr(expected)] * 4

@@ -488,7 +488,7 @@ def test_replicas_are_equal_and_a_changed_one_is_found(two_processes, strategy):
     equal, changed = json.loads((two_processes / "llama" / strategy / "replicas.json").read_text())
     assert equal == []
     if strategy in ("ddp", "hsdp", "zero1", "zero2"):
-        assert changed == ["lm_head.weight: ranks 0, 1 have different values"]
+        assert changed == ["lm_head.weight: different on 2 of 2 ranks: 0, 1"]
     else:
         assert changed == [], "no parameter is replicated"
 

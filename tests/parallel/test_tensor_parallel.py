@@ -75,8 +75,12 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
         ("llama", 2, None),
         ("qwen3", 4, None),
         ("deepone", 2, None),
-        ("gpt2", 2, "model: gpt2 has no tensor-parallel plan; use fsdp2, or an architecture"),
-        ("phi3", 2, "model: phi3 has unsupported styles in its tensor-parallel plan (colwise_gather"),
+        (
+            "gpt2",
+            2,
+            "model: gpt2 does not support tp: its tensor-parallel plan has no matrices; use fsdp2, or an architecture",
+        ),
+        ("phi3", 2, "model: phi3 does not support tp: its tensor-parallel plan has colwise_gather"),
         (
             "llama",
             8,
@@ -142,8 +146,7 @@ def test_experts_are_split_with_each_transformers(two_ranks_in_name, monkeypatch
         monkeypatch.setattr(tensor_parallel, "apply_tensor_parallelism", older)
     config = AutoConfig.for_model(**TINY_MOE)
     model = AutoModelForCausalLM.from_config(config)
-    mesh, plan = two_ranks_in_name["tp"], tensor_plan_of(config)
-    split_unit(model, "model.layers.0", plan, mesh, torch.device("cpu"), splits_experts=True)
+    split_unit(model, "model.layers.0", two_ranks_in_name["tp"], torch.device("cpu"), splits_experts=True)
     width = TINY_MOE["moe_intermediate_size"]
     up = model.model.layers[0].mlp.experts.gate_up_proj
     assert (up.shape[1], up.to_local().shape[1]) == (2 * width, width)
@@ -169,7 +172,7 @@ def test_layers_need_at_most_half_the_cpu_time_of_dtensors(two_ranks_in_name):
         model = AutoModelForCausalLM.from_config(config)
         for index in range(len(model.model.layers)):
             unit = f"model.layers.{index}"
-            split_unit(model, unit, plan_of_model, mesh["tp"], torch.device("cpu"), splits_experts=False)
+            split_unit(model, unit, mesh["tp"], torch.device("cpu"), splits_experts=False)
         return model
 
     def seconds(model: torch.nn.Module) -> float:

@@ -179,7 +179,7 @@ def test_the_end_of_document_is_given_or_found_or_required(tokenizer, tmp_path):
     assert load_tokenizer(tokenizer, "a").end_of_document == "a"
     with pytest.raises(InputError, match=r"has no token '</s>'; set .* --end_of_document TOKEN"):
         load_tokenizer(tokenizer, "</s>")
-    with pytest.raises(InputError, match=r"has no eos_token and no <\|endoftext\|>.*special tokens: \[SEP\]"):
+    with pytest.raises(InputError, match=r"has no token '<\|endoftext\|>'.*special tokens: \[SEP\]"):
         load_tokenizer(write_wordpiece(tmp_path / "t"))
 
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import pretrain.checkpoint.checkpoints
+from pretrain.checkpoint import tensor_files
 from pretrain.checkpoint.checkpoints import Checkpoints, load_saved
-from pretrain.checkpoint.tensor_files import plan_files
 from pretrain.config import Checkpoint
 from pretrain.files import damage
 from pretrain.parallel.ranks import Ranks
@@ -167,7 +167,7 @@ def kill_at_every_moment(base: Path, ranks: int, victim: int, every: int) -> tup
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, every = Path(sys.argv[1]), int(sys.argv[2])
-    plan_files.__defaults__ = (64,)  # two tensors per file
+    tensor_files.MAX_FILE_BYTES = 64  # two tensors per file
     for step in range(1, NEW):
         save(folder / "before", ranks_of(), step)
     print(json.dumps([kill_at_every_moment(folder, *who, every) for who in ((1, 0), (2, 0), (2, 1))]))

@@ -362,7 +362,7 @@ def four_steps(strategy: Strategy, model: torch.nn.Module, window: WindowSpec, a
                     step_loss += cross_entropy / 2
                 grad_norm, skipped = strategy.update(1.0)
                 reports += consensus.exchange(step, step_loss, grad_norm, skipped, Request.NONE)
-                for _, name, tensor in shares("model", tensors, 0, strategy.ranks.count, int, on_host=False):
+                for _, name, tensor in shares("model", tensors, 0, strategy.ranks.count, int):
                     memory.hold(name, tensor)
         assert [report.step for report in reports] == [0, 1], "each report must arrive two steps later"
 
