@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -377,7 +376,7 @@ def test_a_checkpoint_in_several_files_is_rounded(run, tmp_path, monkeypatch):
     sharded = tmp_path / "again"
     folder.rename(sharded)
     commit(sharded, folder, {})
-    monkeypatch.setattr(tensor_files, "plan_files", partial(tensor_files.plan_files, max_file_bytes=100_000))
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 100_000)
     staged = stage(run, checkpoint_model(folder, 4), Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
     index = json.loads((staged / "model.safetensors.index.json").read_text())
     weights = {}
