@@ -33,7 +33,7 @@ from pretrain_tools.planning.candidates import (
 )
 from pretrain_tools.planning.families import FAMILIES, Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
-from pretrain_tools.planning.memory import Memory, PlannedRun
+from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.plan_options import BudgetRequest
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size
@@ -141,11 +141,6 @@ class Sized:
     @property
     def config(self) -> RunConfig:
         return self.case.run.config
-
-    @property
-    def memory(self) -> Memory:
-        """Peak memory over all processes."""
-        return self.case.memory(self.best.layout, self.best.micro_batch)
 
     @property
     def batch(self) -> int:
@@ -284,7 +279,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     if changed := search_checkpointing(case, candidates):
         case, candidates, best = changed
     if best is not None:
-        case = case.with_batch(sequences_per_micro_batch=best.micro_batch)
+        case = case.changed(batch=run.config.with_batch(sequences_per_micro_batch=best.micro_batch).batch)
     return Sized(budget, shape, case, candidates, best)
 
 

@@ -50,10 +50,6 @@ class Case:
         """Returns a copy with changed recipe settings."""
         return replace(self, run=self.run.changed(**settings))
 
-    def with_batch(self, **settings: Any) -> "Case":
-        """Returns a copy with changed batch settings."""
-        return self.changed(batch=self.run.config.with_batch(**settings).batch)
-
     def in_precision_of(self, layout: Layout) -> "Case":
         """Returns the case in fp32 if `auto` resolves to fp16 and the layout's strategy doesn't support it."""
         is_fp16 = self.run.config.precision == "auto" and self.run.precision == "fp16"
@@ -252,11 +248,9 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    if used is None:
-        return Candidate(layout, [], memory, fits, largest, notes=notes)
-    return Candidate(
-        layout, [], memory, fits, largest, used, case.memory(layout, used), case.step(layout, used), notes
-    )
+    planned = used and case.memory(layout, used)
+    time = used and case.step(layout, used)
+    return Candidate(layout, [], memory, fits, largest, used, planned, time, notes)
 
 
 def search_products(case: Case) -> list[Candidate]:
