@@ -306,20 +306,18 @@ def search_checkpointing(case: Case, candidates: list[Candidate]) -> tuple[Case,
     found = None
     for setting in CHECKPOINTING:
         changed = case.changed(activation_checkpointing=setting)
-        bounding = changed if setting == "full" else case
-        bounds = [
-            (bounding.in_precision_of(layout).step(layout, config.batch.sequences_per_micro_batch).seconds, number)
-            for number, layout in enumerate(able)
-        ]
-        if min(bounds, default=(math.inf,))[0] >= limit:
-            continue
         if checkpointing_problems(changed.run.config, shared_meta_model(case.run.model_config)):
             continue
+        bounding = changed if setting == "full" else case
+        bounds = [
+            bounding.in_precision_of(layout).step(layout, config.batch.sequences_per_micro_batch).seconds
+            for layout in able
+        ]
         goal = limit
         tried = []
-        for least, number in sorted(bounds):
+        for least, layout in sorted(zip(bounds, able, strict=True), key=lambda pair: pair[0]):
             if least < limit:
-                tried.append(consider_layout(able[number], changed))
+                tried.append(consider_layout(layout, changed))
                 limit = min(limit, tried[-1].step_seconds)
         best = recommend(tried)
         if best and best.step_seconds < goal:
