@@ -26,6 +26,7 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, Problems, leave, shortened
 from pretrain.files import ROOT, shown
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
+from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.processes import status_after
@@ -34,7 +35,7 @@ from pretrain.runs.run_folder import read_json
 from pretrain.units import bytes_text, counted, duration_text
 from pretrain_tools.planning.budget import ENOUGH_TOKENS
 from pretrain_tools.planning.families import Shape
-from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, vocabulary_for
 from pretrain_tools.planning.step_time import mfu_of_size
 from pretrain_tools.planning.text_files import TextFiles, find_text_files
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
@@ -257,7 +258,7 @@ def make_recipe(asked: OwnText, files: TextFiles) -> None:
         run_to_its_end(command)
     prepared = Prepared.read(place.shards)
     sizing = choose_sizing(
-        machine.flops, prepared.training_tokens, padded(prepared.vocabulary), machine.most_parameters
+        machine.flops, prepared.training_tokens, padded_vocabulary(prepared.vocabulary), machine.most_parameters
     )
     recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
     place.write(sizing.shape.json_text, recipe.text(MADE_BY + asked.command))
