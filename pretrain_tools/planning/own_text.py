@@ -72,12 +72,12 @@ COMPILED_FROM_MINUTES = 5.0
 class OwnText:
     """Command-line arguments for --text."""
 
-    patterns: tuple[str, ...]
+    patterns: list[str]
     minutes: float
     output: Path
-    rest: tuple[str, ...] = ()
+    rest: list[str]
     """Other arguments for train.py."""
-    exclude: tuple[str, ...] = ()
+    exclude: list[str]
 
     @cached_property
     def place(self) -> RecipePlace:
@@ -162,7 +162,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(
             f"--output {output}: the run name may contain only letters, digits, '_', '-' and '.', as in runs/mine"
         )
-    return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
+    return OwnText(given.text, given.minutes, output, rest, given.exclude)
 
 
 def run_name_of(pattern: str) -> str:
@@ -422,21 +422,17 @@ class SizedRecipe:
 
     def text(self, header: str) -> str:
         """Formats the recipe. `header` is its first line."""
-        machine = self.machine
+        device_type = self.machine.device_type
         sizing = self.sizing
         length = sizing.shape.sequence_length
-        is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
+        is_compiled = device_type == "cuda" and self.machine.minutes >= COMPILED_FROM_MINUTES
         # Five validations (forward passes only) take VALIDATION_SHARE of the training FLOPs.
         validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
         return render(
             "own_text.yaml.j2",
             header=header,
             recipe=self,
-            machine=machine,
-            sizing=sizing,
-            sequences_per_micro_batch=max(
-                1, min(ENOUGH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
-            ),
+            sequences_per_micro_batch=max(1, min(ENOUGH_TOKENS[device_type], sizing.tokens_per_step) // length),
             warmup_steps=max(1, min(100, sizing.steps // 50)),
             compile="regional" if is_compiled else "none",
             quarter=sizing.steps // 4,  # the last validation, checkpoint and sample come at the end
