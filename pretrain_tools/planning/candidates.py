@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters, shared_meta_model
 from pretrain.model.compile import checkpointing_problems
@@ -342,11 +342,9 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
     """Explains why the batch can't be divided among the processes, using the trainer's check."""
-    try:
-        sequences_of(config, ranks, parts)
-    except InputError as error:
-        return error.problems
-    return []
+    problems = Problems()
+    problems.attempt(sequences_of, config, ranks, parts)
+    return problems
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:

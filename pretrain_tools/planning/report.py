@@ -317,7 +317,7 @@ def remarks(plan: Plan) -> list[str]:
 def plan_verdict(plan: Plan) -> list[str]:
     """Describes the recommended strategy with time, cost, reasons and the launch command."""
     if plan.recommended is None:
-        return lines_of("plan.j2", "verdict", plan, "", "")
+        return lines_of("plan.j2", "verdict", plan)
     chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
     reasons = [reason_of(chosen, plan.candidates), f"A step takes {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
