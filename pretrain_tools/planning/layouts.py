@@ -114,8 +114,10 @@ class Layout:
         if self.name == "mesh":
             return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
         dimension = DIMENSION_OF.get(self.name)
-        size = getattr(self.sizes, dimension) if dimension else None
-        return {dimension: size} if dimension and size != GIVEN_BY_FILE.get(self.name, self.ranks) else {}
+        if dimension is None:
+            return {}
+        size = getattr(self.sizes, dimension)
+        return {} if size == GIVEN_BY_FILE.get(self.name, self.ranks) else {dimension: size}
 
     @property
     def options(self) -> str:
@@ -217,8 +219,7 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:
         return [whole]
-    sizes = [n for n in range(2, whole.cp) if whole.cp % n == 0]
-    return [*(layout(name, ranks, machines, size) for size in sizes), whole]
+    return [layout(name, ranks, machines, size) for size in range(2, whole.cp + 1) if whole.cp % size == 0]
 
 
 def launched_layout(name: str) -> Layout:
