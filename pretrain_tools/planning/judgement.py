@@ -170,10 +170,9 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
         return f"time on this machine: unknown ({source})"
     mfu = default_mfu(run.active_parameters, device.type, peak)
     seconds = run.total_flops / (peak * run.ranks * mfu)
-    processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (
         f"time on this machine: about {duration_text(seconds)} for {count_text(run.total_tokens)} tokens in "
-        f"{processes}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source})"
+        f"{counted(run.ranks, 'process')}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source})"
     )
 
 

@@ -12,16 +12,7 @@ import yaml
 from accelerate.utils import patch_environment
 
 from pretrain.files import ROOT
-from pretrain.mesh_sizes import (
-    DIMENSIONS,
-    DROPPED,
-    Sizes,
-    environment_flag,
-    launched_sizes,
-    processes_launched,
-    setting,
-    variable,
-)
+from pretrain.mesh_sizes import DROPPED, Sizes, environment_flag, launched_sizes, processes_launched, setting, variable
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
@@ -133,7 +124,7 @@ class Layout:
         """Returns a context manager that sets the launcher's environment variables, which strategies read."""
         variables = {}
         if self.is_mesh:
-            variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}
+            variables = {variable(dimension): str(size) for dimension, size in vars(self.sizes).items()}
             variables |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "FSDP_VERSION": "2"}
             variables["ACCELERATE_USE_FSDP"] = str(self.name not in ("tp", "pp")).lower()
         return patch_environment(WORLD_SIZE=self.ranks, **variables)

@@ -232,7 +232,6 @@ def proposal_values(proposal: Proposal) -> dict[str, Any]:
 def candidate_values(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     values = dataclasses.asdict(candidate)
-    del values["layout"]  # listed last
     for name in ("memory", "planned_memory"):
         if memory := getattr(candidate, name):
             values[name]["total"] = memory.total
