@@ -6,6 +6,7 @@ smaller sizes as long as they are better at their planned speed.
 
 import functools
 import math
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -364,8 +365,9 @@ def recipe_of_budget(
     place = request.place
     # Enough data for one epoch and validation.
     preparation = (
-        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {place.tokenizer or 'TOKENIZER'} --max_tokens "
-        f"{math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 --output {place.shards}"
+        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {shlex.quote(place.tokenizer or 'TOKENIZER')} "
+        f"--max_tokens {math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 "
+        f"--output {shlex.quote(str(place.shards))}"
     )
     launch = command_of(run.best, str(place.recipe), [], hardware, run.config)
     lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
@@ -375,7 +377,7 @@ def recipe_of_budget(
         lines = [
             f"Wrote {place.model} and {place.recipe}",
             *([] if place.is_prepared else [f"Prepare the data:\n  {preparation}"]),
-            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
+            f"Check the recipe:\n  python train.py --config {shlex.quote(str(place.recipe))} --check",
             f"Start the run:\n  {launch}",
         ]
     say("\n".join(reasons))
