@@ -247,12 +247,10 @@ def print_plan(plan: Plan) -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         say(f"{name:<{width}}  {value}")
-    hardware = plan.hardware
-    config = plan.config
     say(
-        f"\nMemory per {hardware.unit} in GB (2^30 bytes) with {config.batch.sequences_per_micro_batch} sequences of "
-        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} of "
-        f"{hardware.gpu.memory_bytes / GIB:.1f} GB usable"
+        f"\nMemory per {plan.hardware.unit} in GB (2^30 bytes) with {plan.config.batch.sequences_per_micro_batch} "
+        f"sequences of {plan.config.data.sequence_length:,} tokens per micro-batch; "
+        f"{plan.hardware.usable_bytes / GIB:.1f} of {plan.hardware.gpu.memory_bytes / GIB:.1f} GB usable"
     )
     columns = COLUMNS if (width_of(sys.stdout) or TABLE_WIDTH) >= TABLE_WIDTH else NARROW_COLUMNS
     shown = [candidate for candidate in plan.candidates if candidate.memory]
