@@ -58,14 +58,14 @@ class Sizes:
     width: int
     exchanged_width: int
     """Total number of elements per token in a layer's query, key, value and attention output."""
-    routers: int = 0
+    routers: int
     """Number of MoE layers."""
-    choices: int = 0
+    choices: int
     """Experts per token."""
+    in_fp8: int
+    """Number of elements in layer matrices that are multiplied and gathered in 8 bits in fp8 training."""
     terms: int = 0
     """Parameters of loss terms. In a pipeline, they are in the last stage."""
-    in_fp8: int = 0
-    """Number of elements in layer matrices that are multiplied and gathered in 8 bits in fp8 training."""
 
     @property
     def experts(self) -> int:
@@ -187,7 +187,7 @@ class Work:
         """Bytes of the head's fp32 gradient if the loss computes it in its forward pass."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
-    def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
+    def update_bytes(self, form: str, processes: int, sizes: Sizes | None = None) -> float:
         """Returns the temporary memory of an update in bytes (see `optimizer_bytes.update_bytes`)."""
         optim = self.run.config.optim
         spec = OPTIMIZERS[optim.name]((sizes or self.sizes).shapes)

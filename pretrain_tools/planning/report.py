@@ -82,7 +82,7 @@ class Plan:
     storage: Storage
     sources: list[dict[str, Any]]
     source_problems: list[str]
-    proposal: Proposal | None = None
+    proposal: Proposal | None
 
     @property
     def hours(self) -> float | None:
