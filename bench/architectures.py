@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from pretrain.data.shards import read_manifest  # noqa: E402
 from pretrain.errors import InputError, run_script  # noqa: E402
 from pretrain.files import as_json, write_durably  # noqa: E402
-from pretrain_tools.planning.sizing import padded  # noqa: E402
+from pretrain.model.model_config import padded_vocabulary  # noqa: E402
 
 LAYERS = 4
 WIDTH = 128
@@ -93,7 +93,7 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
     from pretrain.model.build import flops_per_token
     from pretrain.model.model_config import load_model_config
 
-    vocabulary = padded(read_manifest(given.shards).vocabulary_size)
+    vocabulary = padded_vocabulary(read_manifest(given.shards).vocabulary_size)
     model = given.output / f"{trial.family.replace(', ', '_')}.json"
     model.write_text(json.dumps(FAMILIES[trial.family] | {"vocab_size": vocabulary}))
     flops = TOKENS_PER_STEP * flops_per_token(load_model_config(str(model)), SEQUENCE_LENGTH)

@@ -193,8 +193,9 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
     """Runs train.py with the recipe that it chooses for this text. Returns the curve and the chosen shape."""
+    from pretrain.model.model_config import padded_vocabulary
     from pretrain_tools.planning.own_text import Machine, Prepared, SizedRecipe
-    from pretrain_tools.planning.sizing import choose_sizing, padded
+    from pretrain_tools.planning.sizing import choose_sizing
 
     run = given.output / "groundwork"
     path = given.output / "groundwork.yaml"
@@ -202,7 +203,7 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
     if not kept.exists():
         prepared = Prepared.read(given.shards)
         machine = Machine.measured(given.minutes)
-        vocabulary = padded(prepared.vocabulary)
+        vocabulary = padded_vocabulary(prepared.vocabulary)
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
         model = given.output / "groundwork_model.json"
         recipe = SizedRecipe(run, model, given.shards, machine, prepared, sizing)

@@ -215,6 +215,8 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "config": config.model_dump(mode="json"),
         "strategy": strategy.name,
         "ranks": strategy.ranks.count,
+        "sizes": vars(strategy.sizes) if hasattr(strategy, "sizes") else None,
+        "offloads": getattr(strategy, "offloads", False),
         "precision": strategy.precision,
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),

@@ -385,7 +385,7 @@ def _measure(
             for tensor in [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]:
                 if tensor is not None:
                     live.add(tensor)
-            resident = live.now
+            live.now = live.peak = 0
             live.add(inputs["inputs_embeds"])
             if compiler is not None:
                 compiler.live = live
@@ -413,11 +413,11 @@ def _measure(
             loss.backward()
             in_norm, before_layers = ends[0]
             return {
-                "kept": kept - resident,
-                "before layers": before_layers - resident,
-                "peak in forward": in_forward - resident,
-                "peak in norm": in_norm - resident,
-                "peak in layer": live.peak - resident,
+                "kept": kept,
+                "before layers": before_layers,
+                "peak in forward": in_forward,
+                "peak in norm": in_norm,
+                "peak in layer": live.peak,
                 "hidden": size,
                 "recomputed": compiler.recomputed if compiler and budget < 1.0 else 0.0,
             }
@@ -586,7 +586,7 @@ class Compiler:
         self.backend = aot_autograd(
             fw_compiler=functools.partial(self._prepare, "forward"),
             bw_compiler=functools.partial(self._prepare, "backward"),
-            partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+            partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table,
         )
 

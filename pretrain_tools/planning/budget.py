@@ -6,23 +6,19 @@ smaller sizes as long as they are better at their planned speed.
 
 import functools
 import math
-import sys
+import shlex
 import tempfile
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from pretrain.config import MOST, Budget, Optim, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.scaling_laws import scaling_law_batch
-from pretrain.terminal import width_of
+from pretrain.terminal import say
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.candidates import (
@@ -38,12 +34,11 @@ from pretrain_tools.planning.candidates import (
 )
 from pretrain_tools.planning.families import FAMILIES, Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
-from pretrain_tools.planning.memory import Memory, PlannedRun
+from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.plan_options import BudgetRequest
-from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size
-from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace, as_comment, lines_of, render
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
 """Fraction of the time spent on training steps. The rest is for validation and checkpoints."""
@@ -147,11 +142,6 @@ class Sized:
     @property
     def config(self) -> RunConfig:
         return self.case.run.config
-
-    @property
-    def memory(self) -> Memory:
-        """Peak memory over all processes."""
-        return self.case.memory(self.best.layout, self.best.micro_batch)
 
     @property
     def batch(self) -> int:
@@ -290,7 +280,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     if changed := search_checkpointing(case, candidates):
         case, candidates, best = changed
     if best is not None:
-        case = case.with_batch(sequences_per_micro_batch=best.micro_batch)
+        case = case.changed(batch=run.config.with_batch(sequences_per_micro_batch=best.micro_batch).batch)
     return Sized(budget, shape, case, candidates, best)
 
 
@@ -369,30 +359,34 @@ def recipe_of_budget(
     )
     run = choose_run(budget)
     expected = predict and predict(str(options.ladder), run.work.non_embedding, run.tokens)
-    rows = choices(run, expected)
-    warnings = [f"warning: {warning}"] if (warning := unusual_ratio(run)) else []
+    reasons = choices(run, expected)
+    if warning := unusual_ratio(run):
+        reasons.append(f"warning: {warning}")
     place = request.place
     # Enough data for one epoch and validation.
     preparation = (
-        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {place.tokenizer or 'TOKENIZER'} --max_tokens "
-        f"{math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 --output {place.shards}"
+        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {shlex.quote(place.tokenizer or 'TOKENIZER')} "
+        f"--max_tokens {math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 "
+        f"--output {shlex.quote(str(place.shards))}"
     )
     launch = command_of(run.best, str(place.recipe), [], hardware, run.config)
     lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
     if options.write:
         commands = {"command": command, "preparation": preparation, "launch": launch}
-        place.write(run.shape.json_text, recipe_text(run, rows, warnings, place, **commands))
+        place.write(run.shape.json_text, recipe_text(run, reasons, place, **commands))
         lines = [
             f"Wrote {place.model} and {place.recipe}",
             *([] if place.is_prepared else [f"Prepare the data:\n  {preparation}"]),
-            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
+            f"Check the recipe:\n  python train.py --config {shlex.quote(str(place.recipe))} --check",
             f"Start the run:\n  {launch}",
         ]
-    print_choices(rows, [*warnings, *lines])
+    say("\n".join(reasons))
+    # Paths and commands must stay on one line, so that they can be pasted.
+    print("", *lines, sep="\n")
 
 
-def choices(run: Sized, expected: Any) -> list[list[str]]:
-    """Lists every choice as [name, value, reason]. expected: the predicted loss, or None."""
+def choices(run: Sized, expected: Any) -> list[str]:
+    """Lists every choice with its reason. expected: the predicted loss, or None."""
     lines = lines_of(
         "choices.j2",
         "choices",
@@ -403,34 +397,20 @@ def choices(run: Sized, expected: Any) -> list[list[str]]:
         seconds_to_start=SECONDS_TO_START,
         share_for_steps=SHARE_FOR_STEPS,
     )
-    return [line.split(" | ", 2) for line in lines]
+    rows = (line.split(" | ", 2) for line in lines)
+    return [f"{name:<14} {value}: {reason}" for name, value, reason in rows]
 
 
-def print_choices(rows: list[list[str]], lines: list[str]) -> None:
-    console = Console(soft_wrap=False, highlight=False, markup=False)
-    console.width = width_of(sys.stdout) or TABLE_WIDTH
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("choice", "value", "reason"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, "")
-    for line in lines:
-        # Paths and commands must stay on one line, so that they can be pasted.
-        console.print(line, soft_wrap=True)
-
-
-def recipe_text(run: Sized, rows: list[list[str]], warnings: list[str], place: RecipePlace, **commands: str) -> str:
+def recipe_text(run: Sized, reasons: list[str], place: RecipePlace, **commands: str) -> str:
     """Formats the recipe with a comment for each choice."""
     # In long runs, a crash should cost at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
-    lines = [*(f"{name:<14} {value}: {reason}" for name, value, reason in rows), *warnings]
     return render(
         "budget.yaml.j2",
         made_by=MADE_BY,
         place=place,
-        reasons="\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines),
+        reasons=as_comment(reasons),
         run=run,
         every=every,
         validation_sequences=int(min(max(sequences, 4), 512)),

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters, shared_meta_model
 from pretrain.model.compile import checkpointing_problems
@@ -49,10 +49,6 @@ class Case:
     def changed(self, **settings: Any) -> "Case":
         """Returns a copy with changed recipe settings."""
         return replace(self, run=self.run.changed(**settings))
-
-    def with_batch(self, **settings: Any) -> "Case":
-        """Returns a copy with changed batch settings."""
-        return self.changed(batch=self.run.config.with_batch(**settings).batch)
 
     def in_precision_of(self, layout: Layout) -> "Case":
         """Returns the case in fp32 if `auto` resolves to fp16 and the layout's strategy doesn't support it."""
@@ -252,11 +248,9 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    if used is None:
-        return Candidate(layout, [], memory, fits, largest, notes=notes)
-    return Candidate(
-        layout, [], memory, fits, largest, used, case.memory(layout, used), case.step(layout, used), notes
-    )
+    planned = used and case.memory(layout, used)
+    time = used and case.step(layout, used)
+    return Candidate(layout, [], memory, fits, largest, used, planned, time, notes)
 
 
 def search_products(case: Case) -> list[Candidate]:
@@ -312,20 +306,18 @@ def search_checkpointing(case: Case, candidates: list[Candidate]) -> tuple[Case,
     found = None
     for setting in CHECKPOINTING:
         changed = case.changed(activation_checkpointing=setting)
-        bounding = changed if setting == "full" else case
-        bounds = [
-            (bounding.in_precision_of(layout).step(layout, config.batch.sequences_per_micro_batch).seconds, number)
-            for number, layout in enumerate(able)
-        ]
-        if min(bounds, default=(math.inf,))[0] >= limit:
-            continue
         if checkpointing_problems(changed.run.config, shared_meta_model(case.run.model_config)):
             continue
+        bounding = changed if setting == "full" else case
+        bounds = [
+            bounding.in_precision_of(layout).step(layout, config.batch.sequences_per_micro_batch).seconds
+            for layout in able
+        ]
         goal = limit
         tried = []
-        for least, number in sorted(bounds):
+        for least, layout in sorted(zip(bounds, able, strict=True), key=lambda pair: pair[0]):
             if least < limit:
-                tried.append(consider_layout(able[number], changed))
+                tried.append(consider_layout(layout, changed))
                 limit = min(limit, tried[-1].step_seconds)
         best = recommend(tried)
         if best and best.step_seconds < goal:
@@ -350,11 +342,9 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
     """Explains why the batch can't be divided among the processes, using the trainer's check."""
-    try:
-        sequences_of(config, ranks, parts)
-    except InputError as error:
-        return error.problems
-    return []
+    problems = Problems()
+    problems.attempt(sequences_of, config, ranks, parts)
+    return problems
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:

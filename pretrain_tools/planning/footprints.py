@@ -99,7 +99,7 @@ def in_mesh(work: Work) -> Memory:
 
 def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
     """Returns the number of layers in each pipeline stage."""
-    last = sizes.root - sizes.embedding + (sizes.embedding if sizes.is_tied else 0)
+    last = sizes.root if sizes.is_tied else sizes.root - sizes.embedding
     one = sizes.in_layers // sizes.layers
     return [len(part) for part in split_layers([one] * sizes.layers, stages, sizes.embedding, last)]
 
@@ -203,12 +203,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     sent_in_fp8 = sizes.in_fp8 / sizes.layers if work.gathers_fp8 else 0.0
     gathered_layer = layer - (compute - 1) * sent_in_fp8
     if place is None:
-        act = {
-            **work.activation_bytes(
-                work.activations_in_bf16, compute, waiting=compute * sizes.vocabulary * sizes.width
-            ),
-            "traveling": 0.0,
-        }
+        waiting = compute * sizes.vocabulary * sizes.width
+        act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
     else:
         act = activations_of_stages(work, place)
     # In the backward pass, the next layer is prefetched into a flat tensor. The gradients of the layer before are
@@ -247,7 +243,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     holders = shards * layout.tp
     form = "sharded" if holders > 1 else "stage"  # a stage's matrices aren't sharded
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
-    return at_peak(moments, states, optimizer, act["traveling"], host=host)
+    return at_peak(moments, states, optimizer, act.get("traveling", 0.0), host=host)
 
 
 def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
@@ -324,24 +320,25 @@ def by_deepspeed(work: Work) -> Memory:
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets, copies = zero_gradients(work, stage, share, settings)
-    in_flight = compute * max(sizes.largest, sizes.layer) if stage == 3 else 0.0
+    bucket_size = settings.get("reduce_bucket_size", LARGE_BUCKET)
     # Stages 2 and 3 reduce full buckets during the backward pass, and the rest after it.
-    fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
+    fills_bucket = stage > 1 and sizes.total > bucket_size
     in_pass = buckets + (copies if fills_bucket else 0.0)
     # Stage 1's bf16 gradients are created one by one in the backward pass.
     at_its_start = 0.0 if stage == 1 and not work.accumulates else buckets
     # When the first bucket is full, the layers whose gradients it contains have freed their activations.
-    filled = max(0.0, settings.get("reduce_bucket_size", LARGE_BUCKET) - sizes.head) / sizes.in_layers
+    filled = max(0.0, bucket_size - sizes.head) / sizes.in_layers
     at_first_bucket = act["backward"] - min(1.0, filled) * (act["backward"] - act["first layer"])
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
-    gathered = 0.0
-    if stage == 3:  # keeps layers gathered up to this number of elements
+    in_flight = gathered = fetched = 0.0
+    if stage == 3:
+        in_flight = compute * max(sizes.largest, sizes.layer)
+        # Layers stay gathered up to this number of elements.
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))
+        # Prefetched weights are received in one flat tensor and copied out.
+        fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
-    fetched = 0.0
-    if stage == 3:  # prefetched weights are received in one flat tensor and copied out
-        fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
         "loss": (resident, act["loss"], gathered + (buckets if work.accumulates or stage == 3 else 0.0)),
@@ -396,7 +393,7 @@ LARGE_BUCKET = 5e8
 def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float, float]:
     """Returns DeepSpeed's (gradients, buckets, bucket copies) in bytes."""
     sizes = work.sizes
-    elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
+    elements = settings.get("reduce_bucket_size", LARGE_BUCKET)
     buckets = 2 if settings.get("overlap_comm") else 1
     if stage == 1 and work.compute != FP32:  # a flat fp32 tensor for all gradients, in addition to the bf16 ones
         return FP32 * sizes.total, work.compute * sizes.total, FP32 * min(LARGE_BUCKET, sizes.total)

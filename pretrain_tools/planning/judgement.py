@@ -125,22 +125,22 @@ def memory_shortage(config: RunConfig, run: RunPlan, device: torch.device) -> st
     if need <= have:
         return None
     remedies = ladder(planned, layout, have)
-    longest = config.data.longest_window.sequence_length
     return (
-        f"memory: with {layout.name}, a step with sequences of {longest:,} tokens needs {bytes_text(need)}, but "
-        f"{'this GPU' if device.type == 'cuda' else 'each process here'} has {bytes_text(have)}; {'; '.join(remedies)}"
+        f"memory: with {layout.name}, a step with sequences of {config.data.longest_window.sequence_length:,} tokens "
+        f"needs {bytes_text(need)}, but {'this GPU' if device.type == 'cuda' else 'each process here'} has "
+        f"{bytes_text(have)}; {'; '.join(remedies)}"
     )
 
 
 def fits_by_far(config: RunConfig, run: RunPlan, have: int) -> bool:
     """Returns True if even several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
-    known = run.model_config
-    length = config.data.longest_window.sequence_length
-    sizes = [getattr(known, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
-    if not all(isinstance(size, int) for size in sizes):
+    sizes = sizes_of(run.model_config)
+    heads = getattr(run.model_config, "num_attention_heads", None)
+    if not isinstance(heads, int):
         return False
-    layers, width, heads = sizes
-    values = length * layers * 200 * width + 3 * layers * heads * length**2 + 4 * length * known.vocab_size
+    length = config.data.longest_window.sequence_length
+    per_layer = length * 200 * sizes.width + 3 * heads * length**2
+    values = sizes.layers * per_layer + 4 * length * sizes.vocabulary
     return 20 * run.parameters + 4 * config.batch.sequences_per_micro_batch * values <= have
 
 
@@ -170,10 +170,9 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
         return f"time on this machine: unknown ({source})"
     mfu = default_mfu(run.active_parameters, device.type, peak)
     seconds = run.total_flops / (peak * run.ranks * mfu)
-    processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (
         f"time on this machine: about {duration_text(seconds)} for {count_text(run.total_tokens)} tokens in "
-        f"{processes}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source})"
+        f"{counted(run.ranks, 'process')}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source})"
     )
 
 

@@ -12,16 +12,7 @@ import yaml
 from accelerate.utils import patch_environment
 
 from pretrain.files import ROOT
-from pretrain.mesh_sizes import (
-    DIMENSIONS,
-    DROPPED,
-    Sizes,
-    environment_flag,
-    launched_sizes,
-    processes_launched,
-    setting,
-    variable,
-)
+from pretrain.mesh_sizes import DROPPED, Sizes, environment_flag, launched_sizes, processes_launched, setting, variable
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
@@ -114,8 +105,10 @@ class Layout:
         if self.name == "mesh":
             return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
         dimension = DIMENSION_OF.get(self.name)
-        size = getattr(self.sizes, dimension) if dimension else None
-        return {dimension: size} if dimension and size != GIVEN_BY_FILE.get(self.name, self.ranks) else {}
+        if dimension is None:
+            return {}
+        size = getattr(self.sizes, dimension)
+        return {} if size == GIVEN_BY_FILE.get(self.name, self.ranks) else {dimension: size}
 
     @property
     def options(self) -> str:
@@ -131,7 +124,7 @@ class Layout:
         """Returns a context manager that sets the launcher's environment variables, which strategies read."""
         variables = {}
         if self.is_mesh:
-            variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}
+            variables = {variable(dimension): str(size) for dimension, size in vars(self.sizes).items()}
             variables |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "FSDP_VERSION": "2"}
             variables["ACCELERATE_USE_FSDP"] = str(self.name not in ("tp", "pp")).lower()
         return patch_environment(WORLD_SIZE=self.ranks, **variables)
@@ -217,8 +210,7 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:
         return [whole]
-    sizes = [n for n in range(2, whole.cp) if whole.cp % n == 0]
-    return [*(layout(name, ranks, machines, size) for size in sizes), whole]
+    return [layout(name, ranks, machines, size) for size in range(2, whole.cp + 1) if whole.cp % size == 0]
 
 
 def launched_layout(name: str) -> Layout:

@@ -58,14 +58,14 @@ class Sizes:
     width: int
     exchanged_width: int
     """Total number of elements per token in a layer's query, key, value and attention output."""
-    routers: int = 0
+    routers: int
     """Number of MoE layers."""
-    choices: int = 0
+    choices: int
     """Experts per token."""
+    in_fp8: int
+    """Number of elements in layer matrices that are multiplied and gathered in 8 bits in fp8 training."""
     terms: int = 0
     """Parameters of loss terms. In a pipeline, they are in the last stage."""
-    in_fp8: int = 0
-    """Number of elements in layer matrices that are multiplied and gathered in 8 bits in fp8 training."""
 
     @property
     def experts(self) -> int:
@@ -122,30 +122,26 @@ class Work:
     @property
     def forward_pass(self) -> ForwardPass:
         layout = self.layout
-        keeps_gradients = layout.is_mesh and layout.pp == 1
-        call = replace(
+        has_budget = isinstance(self.run.config.activation_checkpointing, MemoryBudget)
+        return replace(
             self.run.forward_pass,
             expert_ranks=layout.ep,
             token_shares=layout.tp if layout.ep > 1 else 1,
-            keeps_gradients=keeps_gradients,
+            keeps_gradients=layout.is_mesh and layout.pp == 1,
+            sequences=self.sequences if has_budget else None,
         )
-        has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
-        return replace(call, sequences=self.sequences) if has_budget else call
 
     @property
     def activations(self) -> Activations:
-        return self.run.trace(self.forward_pass)
+        return trace_activations(self.run.model_config, self.forward_pass)
 
     @property
     def activations_in_bf16(self) -> Activations:
         """Activations with weights in the recipe's precision, as with FSDP2 and ZeRO."""
-        return self.run.trace(self.in_bf16(self.forward_pass))
-
-    def in_bf16(self, call: ForwardPass) -> ForwardPass:
-        """Returns the forward pass with weights in the recipe's precision."""
-        if not self.run.is_half:
-            return call
-        return replace(call, weights=torch.bfloat16, autocast=False, gathers_fp8=self.gathers_fp8)
+        call = self.forward_pass
+        if self.run.is_half:
+            call = replace(call, weights=torch.bfloat16, autocast=False, gathers_fp8=self.gathers_fp8)
+        return trace_activations(self.run.model_config, call)
 
     @property
     def gathers_fp8(self) -> bool:
@@ -191,7 +187,7 @@ class Work:
         """Bytes of the head's fp32 gradient if the loss computes it in its forward pass."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
-    def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
+    def update_bytes(self, form: str, processes: int, sizes: Sizes | None = None) -> float:
         """Returns the temporary memory of an update in bytes (see `optimizer_bytes.update_bytes`)."""
         optim = self.run.config.optim
         spec = OPTIMIZERS[optim.name]((sizes or self.sizes).shapes)
@@ -402,10 +398,6 @@ class PlannedRun:
             half=torch.float16 if self.precision == "fp16" else torch.bfloat16,
             fp8=self.precision == "fp8",
         )
-
-    def trace(self, call: ForwardPass) -> Activations:
-        """Traces the activations of one forward pass."""
-        return trace_activations(self.model_config, call)
 
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
         """Returns (run, micro-batch size) for each sequence length in the run's stages.

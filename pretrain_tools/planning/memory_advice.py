@@ -7,6 +7,7 @@ Training runs start this command when they run out of memory. It prints one sugg
 
 import json
 import sys
+from dataclasses import replace
 
 from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.vocabulary import planned_model_config
@@ -77,11 +78,15 @@ def can_share(run: PlannedRun, parts: int) -> bool:
 
 
 def advise(facts: dict) -> list[str]:
-    """Returns the suggestions for a run. facts: config, precision, device, strategy, ranks, memory_bytes."""
+    """Returns the suggestions for a run. facts: see `pretrain.training.starting.advice_on_memory`."""
     config = RunConfig.model_validate(facts["config"])
     model_config = planned_model_config(config)
     run = PlannedRun(config, model_config, facts["precision"], facts["device"], facts["memory_bytes"])
-    return ladder(run, layout(facts["strategy"], facts["ranks"]), facts["memory_bytes"])
+    divided = layout(facts["strategy"], facts["ranks"])
+    if facts["sizes"]:  # those of a mesh may differ from the accelerate config's
+        launched = Layout.of(Sizes(**facts["sizes"]), name=facts["strategy"])
+        divided = replace(launched, offloads=facts["offloads"])
+    return ladder(run, divided, facts["memory_bytes"])
 
 
 if __name__ == "__main__":

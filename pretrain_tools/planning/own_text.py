@@ -26,6 +26,7 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, Problems, leave, shortened
 from pretrain.files import ROOT, shown
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
+from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.processes import status_after
@@ -34,7 +35,7 @@ from pretrain.runs.run_folder import read_json
 from pretrain.units import bytes_text, counted, duration_text
 from pretrain_tools.planning.budget import ENOUGH_TOKENS
 from pretrain_tools.planning.families import Shape
-from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.sizing import MOST_EPOCHS, OF_THE_DEMO, Sizing, choose_sizing, vocabulary_for
 from pretrain_tools.planning.step_time import mfu_of_size
 from pretrain_tools.planning.text_files import TextFiles, find_text_files
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
@@ -71,12 +72,12 @@ COMPILED_FROM_MINUTES = 5.0
 class OwnText:
     """Command-line arguments for --text."""
 
-    patterns: tuple[str, ...]
+    patterns: list[str]
     minutes: float
     output: Path
-    rest: tuple[str, ...] = ()
+    rest: list[str]
     """Other arguments for train.py."""
-    exclude: tuple[str, ...] = ()
+    exclude: list[str]
 
     @cached_property
     def place(self) -> RecipePlace:
@@ -161,7 +162,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(
             f"--output {output}: the run name may contain only letters, digits, '_', '-' and '.', as in runs/mine"
         )
-    return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
+    return OwnText(given.text, given.minutes, output, rest, given.exclude)
 
 
 def run_name_of(pattern: str) -> str:
@@ -257,7 +258,7 @@ def make_recipe(asked: OwnText, files: TextFiles) -> None:
         run_to_its_end(command)
     prepared = Prepared.read(place.shards)
     sizing = choose_sizing(
-        machine.flops, prepared.training_tokens, padded(prepared.vocabulary), machine.most_parameters
+        machine.flops, prepared.training_tokens, padded_vocabulary(prepared.vocabulary), machine.most_parameters
     )
     recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
     place.write(sizing.shape.json_text, recipe.text(MADE_BY + asked.command))
@@ -421,21 +422,17 @@ class SizedRecipe:
 
     def text(self, header: str) -> str:
         """Formats the recipe. `header` is its first line."""
-        machine = self.machine
+        device_type = self.machine.device_type
         sizing = self.sizing
         length = sizing.shape.sequence_length
-        is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
+        is_compiled = device_type == "cuda" and self.machine.minutes >= COMPILED_FROM_MINUTES
         # Five validations (forward passes only) take VALIDATION_SHARE of the training FLOPs.
         validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
         return render(
             "own_text.yaml.j2",
             header=header,
             recipe=self,
-            machine=machine,
-            sizing=sizing,
-            sequences_per_micro_batch=max(
-                1, min(ENOUGH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
-            ),
+            sequences_per_micro_batch=max(1, min(ENOUGH_TOKENS[device_type], sizing.tokens_per_step) // length),
             warmup_steps=max(1, min(100, sizing.steps // 50)),
             compile="regional" if is_compiled else "none",
             quarter=sizing.steps // 4,  # the last validation, checkpoint and sample come at the end

@@ -235,7 +235,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         names = f" (got {' and '.join(f'--{name} {value:g}' for name, value in given.items())})" if given else ""
         problems.append(f"budget: use exactly one of --hours, --dollars and --flops{names}")
     # gpu is also None for an unknown --gpu, which has already been reported.
-    price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
+    price = gpu.price_per_hour if gpu else options.price_per_gpu_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
         problems.append(
             f"--dollars: the price of {options.gpu or 'this machine'} is unknown; set --price_per_gpu_hour"

@@ -4,14 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.vocabulary import planned_model_config, vocabulary_of
@@ -20,9 +14,9 @@ from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA
 from pretrain.model.model_config import load_recipe_model_config
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.terminal import width_of, wrapped
+from pretrain.terminal import say, width_of
 from pretrain.training.auto_settings import resolve_auto
-from pretrain.units import co2_text
+from pretrain.units import co2_text, table
 from pretrain_tools.planning.candidates import (
     Candidate,
     Case,
@@ -49,11 +43,14 @@ from pretrain_tools.planning.step_time import (
     RunWork,
     default_mfu,
 )
-from pretrain_tools.planning.texts import lines_of
+from pretrain_tools.planning.texts import as_comment, lines_of
 
-TABLE_WIDTH = 142
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 """Fields of `Memory` shown as table columns."""
+COLUMNS = ("strategy", *PARTS, "fits", "largest micro-batch", "tokens/s", "hours")
+NARROW_COLUMNS = ("strategy", "total", "fits", "largest micro-batch", "hours")
+"""Columns in terminals with fewer than TABLE_WIDTH columns."""
+TABLE_WIDTH = 142
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Plan:
     storage: Storage
     sources: list[dict[str, Any]]
     source_problems: list[str]
-    proposal: Proposal | None = None
+    proposal: Proposal | None
 
     @property
     def hours(self) -> float | None:
@@ -235,7 +232,6 @@ def proposal_values(proposal: Proposal) -> dict[str, Any]:
 def candidate_values(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     values = dataclasses.asdict(candidate)
-    del values["layout"]  # listed last
     for name in ("memory", "planned_memory"):
         if memory := getattr(candidate, name):
             values[name]["total"] = memory.total
@@ -246,47 +242,44 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints the plan as tables, with fewer columns in narrow terminals."""
-    console = Console(soft_wrap=True, highlight=False)
-    columns = width_of(sys.stdout)
-    console.width = columns or TABLE_WIDTH
+    """Prints the plan, with fewer table columns in narrow terminals."""
     rows = facts(plan)
     width = max(map(len, rows))
     for name, value in rows.items():
-        line = wrapped(f"{name:<{width}}  {value}", columns)
-        console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
-    hardware = plan.hardware
-    config = plan.config
-    heading = (
-        f"Memory per {hardware.unit} in GB (2^30 bytes) with {config.batch.sequences_per_micro_batch} sequences of "
-        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} of "
-        f"{hardware.gpu.memory_bytes / GIB:.1f} GB usable"
+        say(f"{name:<{width}}  {value}")
+    say(
+        f"\nMemory per {plan.hardware.unit} in GB (2^30 bytes) with {plan.config.batch.sequences_per_micro_batch} "
+        f"sequences of {plan.config.data.sequence_length:,} tokens per micro-batch; "
+        f"{plan.hardware.usable_bytes / GIB:.1f} of {plan.hardware.gpu.memory_bytes / GIB:.1f} GB usable"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
-    for column in ("strategy", *parts, "fits", "largest micro-batch", "tokens/s", "hours"):
-        is_name = column == "strategy"  # the name of a mesh may need two lines
-        table.add_column(column, justify="left" if is_name or column == "fits" else "right", no_wrap=not is_name)
-    for candidate in plan.candidates:
-        if candidate.memory is not None:
-            style = "green" if candidate is plan.recommended else None
-            table.add_row(*memory_row(candidate, plan.work, parts), style=style)
-    console.print("", wrapped(heading, columns), table, "", sep="\n", markup=False)
-    for line in remarks(plan):  # a command must stay on one line, so that it can be pasted
-        console.print(line if line.startswith("  ") else wrapped(line, columns), markup=False)
+    columns = COLUMNS if (width_of(sys.stdout) or TABLE_WIDTH) >= TABLE_WIDTH else NARROW_COLUMNS
+    shown = [candidate for candidate in plan.candidates if candidate.memory]
+    rows = [memory_row(candidate, plan.work) for candidate in shown]
+    cells = [[row[column] for column in columns] for row in rows]
+    titles, *lines = table([[*columns], *cells], right=set(range(1, len(columns)))).splitlines()
+    say(titles)
+    for candidate, line in zip(shown, lines, strict=True):
+        say(line, color="green" if candidate is plan.recommended else None)
+    print()
+    for line in remarks(plan):
+        if line.startswith("  "):
+            print(line)  # a command must stay on one line, so that it can be pasted
+        else:
+            say(line)
 
 
-def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> list[str]:
+def memory_row(candidate: Candidate, work: RunWork) -> dict[str, str]:
+    """Returns the cell for each of COLUMNS."""
     seconds = candidate.step_seconds
     is_timed = math.isfinite(seconds)
-    return [
-        candidate.label,
-        *(f"{getattr(candidate.memory, part) / GIB:.1f}" for part in parts),
-        "yes" if candidate.fits else "no",
-        str(candidate.largest_micro_batch or "-"),
-        f"{work.tokens_per_step / seconds:,.0f}" if is_timed else "-",
-        f"{work.full_steps * seconds / 3600:,.1f}" if is_timed else "-",
-    ]
+    return {
+        "strategy": candidate.label,
+        **{part: f"{getattr(candidate.memory, part) / GIB:.1f}" for part in PARTS},
+        "fits": "yes" if candidate.fits else "no",
+        "largest micro-batch": str(candidate.largest_micro_batch or "-"),
+        "tokens/s": f"{work.tokens_per_step / seconds:,.0f}" if is_timed else "-",
+        "hours": f"{work.full_steps * seconds / 3600:,.1f}" if is_timed else "-",
+    }
 
 
 def facts(plan: Plan) -> dict[str, str]:
@@ -321,7 +314,7 @@ def remarks(plan: Plan) -> list[str]:
 def plan_verdict(plan: Plan) -> list[str]:
     """Describes the recommended strategy with time, cost, reasons and the launch command."""
     if plan.recommended is None:
-        return lines_of("plan.j2", "verdict", plan, "", "")
+        return lines_of("plan.j2", "verdict", plan)
     chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
     reasons = [reason_of(chosen, plan.candidates), f"A step takes {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
@@ -330,5 +323,4 @@ def plan_verdict(plan: Plan) -> list[str]:
 
 def comment_of(plan: Plan, command: str) -> str:
     """Formats the plan as a header comment for a recipe."""
-    lines = lines_of("plan.j2", "comment", plan, command)
-    return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)
+    return as_comment(lines_of("plan.j2", "comment", plan, command))

@@ -94,11 +94,6 @@ def vocabulary_for(text_bytes: int, flops: float) -> int:
     return size
 
 
-def padded(vocabulary: int) -> int:
-    """Rounds up to a multiple of 64, for the kernels."""
-    return math.ceil(vocabulary / 64) * 64
-
-
 def parameters_per_token() -> float:
     """Returns the optimal parameters per token: 1 / 19.6 for any compute budget, because both exponents are equal."""
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)

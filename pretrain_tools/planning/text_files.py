@@ -86,8 +86,7 @@ def search(word: str, excluded: Sequence[str]) -> Found:
     """
     path = os.path.expanduser(word)
     if is_url(word) or not os.path.isdir(path):
-        pattern = glob.escape(path) if os.path.exists(path) else word
-        return Found([pattern], files_matching(pattern), set())
+        return Found([word], files_matching(word), set())
     if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
         raise InputError(
             f"--text {shown(word)}: contains the folders that this command writes to (data, runs, ...); put the text "

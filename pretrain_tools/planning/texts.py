@@ -1,6 +1,7 @@
 """Renders recipes and plan.py's output from templates/. Importing this module must stay fast."""
 
 import math
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,11 @@ def lines_of(template: str, macro: str, *arguments: Any, **names: Any) -> list[s
     """Returns the lines of a rendered macro. names: global variables of its template."""
     module = _templates().get_template(template).make_module(names)
     return str(getattr(module, macro)(*arguments)).splitlines()
+
+
+def as_comment(lines: list[str]) -> str:
+    """Formats lines as a recipe's comment. Continuation lines are indented."""
+    return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)
 
 
 @cache

@@ -90,15 +90,18 @@ class Step:
     def flow(
         self,
         name: str,
-        group: str,
+        group: str | None = None,
         *,
         gathers: float = 0.0,
         sums: float = 0.0,
         exchanges: float = 0.0,
         hides: float = 0.0,
     ) -> Flow:
-        """Combines a group's collectives. gathers, sums and exchanges are the sizes of the full tensors in bytes."""
-        size, distance = self.work.layout.groups[group]
+        """Combines the collectives of a group, by default the one called `name`.
+
+        gathers, sums and exchanges are the sizes of the full tensors in bytes.
+        """
+        size, distance = self.work.layout.groups[group or name]
         in_rings = (gathers + 2 * sums) * (size - 1) / size
         exchanged = exchanges * (size - 1) / size
         seconds = self.links.seconds(in_rings, size, distance)
@@ -119,9 +122,9 @@ def copies_flows(step: Step) -> list[Flow]:
     match work.layout.zero.get("stage"):
         case 3:
             gathered = work.compute * (2 * total - work.sizes.root) * step.micro_steps
-            return [step.flow("fsdp", "all", gathers=gathered + FP32 * total * step.reductions, hides=0.9)]
+            return [step.flow("fsdp", gathers=gathered + FP32 * total * step.reductions, hides=0.9)]
         case 2:
-            return [step.flow("fsdp", "all", gathers=(FP32 * step.reductions + 2) * total, hides=2 / 3)]
+            return [step.flow("fsdp", gathers=(FP32 * step.reductions + 2) * total, hides=2 / 3)]
     return [step.flow("dp_replicate", "all", sums=FP32 * total, hides=2 / 3 / step.micro_steps)]
 
 
@@ -148,9 +151,9 @@ def mesh_flows(step: Step) -> list[Flow]:
         dense += (work.padding - 1) * sizes.experts / layout.pp
     in_fp8 = sizes.in_fp8 / layout.pp if step.config.precision == "fp8" else 0.0
     gathered = (work.compute * (times * dense + root) - times * in_fp8) * gathers
-    of_dense = step.flow("fsdp", "fsdp", gathers=gathered + FP32 * (dense + root) * step.reductions)
+    of_dense = step.flow("fsdp", gathers=gathered + FP32 * (dense + root) * step.reductions)
     gathered = work.compute * times * experts * gathers
-    of_experts = step.flow("fsdp", "efsdp", gathers=gathered + FP32 * experts * step.reductions)
+    of_experts = step.flow("efsdp", gathers=gathered + FP32 * experts * step.reductions)
     own = (dense + root) / layout.sizes.fsdp + experts / layout.sizes.efsdp
     exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
     rows = 2 * work.compute * hidden / layout.tp * work.whole.choices * sizes.routers / layout.pp
@@ -161,10 +164,10 @@ def mesh_flows(step: Step) -> list[Flow]:
             of_dense.seconds + of_experts.seconds,
             hides_behind=0.9 if layout.pp == 1 else 0.3 / microbatches,
         ),
-        step.flow("dp_replicate", "dp_replicate", sums=FP32 * own, hides=2 / 3 / calls if layout.pp == 1 else 0.0),
+        step.flow("dp_replicate", sums=FP32 * own, hides=2 / 3 / calls if layout.pp == 1 else 0.0),
         *([tp_flow(step, hidden)] if layout.tp > 1 else []),
-        step.flow("cp", "cp", exchanges=exchanged * step.passes),
-        step.flow("ep", "ep", exchanges=rows * step.passes),
+        step.flow("cp", exchanges=exchanged * step.passes),
+        step.flow("ep", exchanges=rows * step.passes),
         *([pp_flow(step, hidden)] if layout.pp > 1 else []),
     ]
 
@@ -187,7 +190,7 @@ def tp_flow(step: Step, hidden: float) -> Flow:
     gathers = work.compute * hidden * (by_experts / layout.pp * step.passes + step.micro_steps)
     split = (work.whole.total - work.held.total) * layout.tp / (layout.tp - 1)
     unsplit = (work.whole.in_layers - split) / layout.pp + root_of_stage(work.whole, layout)
-    return step.flow("tp", "tp", sums=sums + FP32 * unsplit / layout.sharing_states, gathers=gathers)
+    return step.flow("tp", sums=sums + FP32 * unsplit / layout.sharing_states, gathers=gathers)
 
 
 def pp_flow(step: Step, hidden: float) -> Flow:

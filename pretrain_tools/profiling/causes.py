@@ -215,8 +215,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
 
 def slower_steps(rank: RankSteps, others: list[RankSteps], seconds: float) -> float:
     """Returns the fraction of the steps in which the rank's own time exceeds the other ranks' median by `seconds`."""
-    # If a block was unreadable, a rank has fewer records than the others.
-    same_steps = zip(rank.steps, *(other.steps for other in others), strict=False)
+    same_steps = zip(rank.steps, *(other.steps for other in others), strict=True)
     slower = [
         own.own_with_core - statistics.median(other.own_with_core for other in rest) >= seconds
         for own, *rest in same_steps

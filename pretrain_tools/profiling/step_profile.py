@@ -43,10 +43,10 @@ class StepProfile:
     def __init__(self, run: Run, read_ahead: ReadAhead, steps: int):
         self.run = run
         self.read_ahead = read_ahead
-        self.log = run.log
         self._steps = steps
-        self._begins_at = run.state.step + WARM_UP_STEPS
-        """Step after which the recording begins."""
+        self._first = run.state.step + WARM_UP_STEPS + 2
+        """First profiled step."""
+        self._last = self._first + steps - 1
         self._progress = self._record()
 
     def after_step(self) -> None:
@@ -56,21 +56,18 @@ class StepProfile:
     @property
     def folder(self) -> Path:
         """Output folder, named after the first profiled step."""
-        return self.run.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
+        return self.run.config.output / PROFILE_FOLDER / f"step-{self._first:08d}"
 
     def _record(self) -> Iterator[None]:
         """Records the steps and writes the report. Each `yield` waits for the end of a step."""
-        while self.run.state.step != self._begins_at:
+        step = self._first - 2
+        while self.run.state.step != step:
             yield
-        first = self._begins_at + 2
-        self.log.say(f"profiling {self._steps} steps, starting with step {first:,}; training continues")
+        self.run.log.say(f"profiling {self._steps} steps, starting with step {self._first:,}; training continues")
         recording = Recording(self.run, self.read_ahead, self.folder)
         recording.begin_block()
-        step = self._begins_at
-        last = self._begins_at + 1 + self._steps
-        # The first block is the warm-up step.
-        ends = [first - 1, *range(first - 1 + STEPS_OF_BLOCK, last, STEPS_OF_BLOCK), last]
-        for end in ends:
+        warm_up = self._first - 1
+        for end in (warm_up, *range(warm_up + STEPS_OF_BLOCK, self._last, STEPS_OF_BLOCK), self._last):
             while step < end:
                 step += 1
                 recording.begin_step(step)
@@ -81,10 +78,10 @@ class StepProfile:
                     return self._warn(f"canceled: the run rolled back to step {back_at:,} during the profile")
                 recording.end_step()
             with self.run.pausing("the profile"):
-                recording.end_block(is_first=end == ends[0], is_last=end == last)
+                recording.end_block(is_first=end == warm_up, is_last=end == self._last)
                 # Reading a trace takes seconds. Without a heartbeat, the watchdog would report a hang.
                 self.run.watch.beat()
-                if end != last:
+                if end != self._last:
                     recording.begin_block()
                 else:
                     recording.close()
@@ -101,7 +98,7 @@ class StepProfile:
         try:
             evidence = Evidence(
                 ranks,
-                self.run.plan.micro_steps(self._begins_at + self._steps),
+                self.run.plan.micro_steps(self._last - 1),
                 self.run.strategy.device.type == "cuda",
                 compile_mode=config.compile,
             )
@@ -109,11 +106,11 @@ class StepProfile:
             text = write_profile(self.folder, config.output, evidence, causes)
         except Exception as error:  # a failed report must not end the run
             return self._warn(f"report failed: {one_line(error)}")
-        self.log.say(text)
+        self.run.log.say(text)
         names = [cause.name for cause in causes]
         outcome = {"path": str(self.folder), "verdict": verdict_of(evidence, causes), "causes": names}
-        self.log.write("profile", step=self.run.state.step, **outcome)
+        self.run.log.write("profile", step=self.run.state.step, **outcome)
 
     def _warn(self, problem: str) -> None:
         if self.run.strategy.ranks.is_main:
-            self.log.warn(f"profile {problem}", step=self.run.state.step)
+            self.run.log.warn(f"profile {problem}", step=self.run.state.step)

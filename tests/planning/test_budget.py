@@ -77,7 +77,7 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
     given = budget(find_gpu("h100", memory_bytes=memory))
     sized = size(given, Shape(24, 2048, 32_000))
     best, usable = sized.best, given.hardware.usable_bytes
-    assert sized.memory.total <= usable
+    assert sized.best.planned_memory.total <= usable
     seconds = []
     for checkpointing in ("none", "full", MemoryBudget(memory_budget=0.5)):
         case = sized.case.changed(activation_checkpointing=checkpointing)
@@ -98,13 +98,13 @@ def test_activations_are_recomputed_as_little_as_memory_allows(memory, setting, 
     given = budget(find_gpu("h100", memory_bytes=memory * GIB), gpus=1)
     sized = size(given, Shape(24, 2048, 32_000))
     assert str(sized.config.activation_checkpointing) == setting
-    assert sized.memory.total <= given.hardware.usable_bytes
+    assert sized.best.planned_memory.total <= given.hardware.usable_bytes
 
 
 def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
     small = find_gpu("h100", memory_bytes=6 * GIB)
     run = choose_run(budget(small, gpus=1, flops=1e21))
-    assert run.memory.total <= run.budget.hardware.usable_bytes
+    assert run.best.planned_memory.total <= run.budget.hardware.usable_bytes
     larger = choose_run(budget(gpus=1, flops=1e21))
     assert run.shape.parameters < larger.shape.parameters and unusual_ratio(larger) is None
     assert "because larger models don't fit in memory; use more GPUs" in unusual_ratio(run)

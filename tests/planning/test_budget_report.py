@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def made(tmp_path, monkeypatch, capsys):
     def make(request: BudgetRequest):
         predict = read_ladder(request.options.ladder).predict if request.options.ladder else None
         recipe_of_budget(request, MACHINES, "plan.py ...", predict)
-        text = PLACE.recipe.read_text() if request.options.write else ""
+        text = request.place.recipe.read_text() if request.options.write else ""
         return text, capsys.readouterr().out
 
     return make
@@ -66,7 +67,16 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
         assert "--num_processes 16" in shown and "--num_machines 2 --machine_rank RANK" in shown
     assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
     cost = next(line for line in printed.splitlines() if line.startswith("cost"))
-    assert 95 < float(cost.split()[1].lstrip("$")) <= 100
+    assert 95 < float(cost.split()[1].strip("$:")) <= 100
+
+
+def test_names_with_spaces_can_be_pasted_and_read(made):
+    place = RecipePlace(Path("recipes/my #1.yaml"), Path("data/my #1"), Path("runs/my #1"), "tokenizers/my #1")
+    text, printed = made(asked(place=place))
+    assert yaml.safe_load(text)["model"] == "model_configs/my #1.json"
+    preparation, check, _ = (shlex.split(line) for line in printed.splitlines() if line.startswith("  "))
+    assert "tokenizers/my #1" in preparation and preparation[-1] == "data/my #1"
+    assert check[-2:] == ["recipes/my #1.yaml", "--check"]
 
 
 def test_a_recipe_sets_the_memory_budget_that_it_needs(made, monkeypatch):

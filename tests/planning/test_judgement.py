@@ -128,7 +128,7 @@ def test_the_estimated_time_uses_the_measured_peak(read, monkeypatch):
     seconds = run.flops_per_token * run.total_tokens / (0.4 * 1e9)
     line = judgement_module.time_here(config, run, torch.device("cpu"))
     assert line.startswith(
-        f"time on this machine: about {round(seconds)} s for 3.07k tokens in one process, at an MFU of 40%"
+        f"time on this machine: about {round(seconds)} s for 3.07k tokens in 1 process, at an MFU of 40%"
     )
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "unknown peak FLOP/s for X"))
     assert "unknown (unknown peak FLOP/s for X)" in judgement_module.time_here(config, run, torch.device("cpu"))

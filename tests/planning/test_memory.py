@@ -9,19 +9,21 @@ import torch
 from transformers import GPT2Config
 
 from pretrain.config import MemoryBudget, RunConfig, WindowSpec
+from pretrain.mesh_sizes import Sizes
 from pretrain.model import bf16_cpu_attention
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.registry import load_extensions
+from pretrain.units import bytes_text
 from pretrain_tools.planning import activations
 from pretrain_tools.planning.activations import AutocastOfGPUs, ForwardPass, trace_activations
 from pretrain_tools.planning.candidates import work_of_run
-from pretrain_tools.planning.footprints import footprint
-from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.footprints import footprint, largest_footprint
+from pretrain_tools.planning.layouts import Layout, layout
 from pretrain_tools.planning.memory import PlannedRun, optimizer_elements, sizes_of
-from pretrain_tools.planning.memory_advice import ladder
+from pretrain_tools.planning.memory_advice import advise, ladder
 from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
 
@@ -346,6 +348,21 @@ def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     enough = need(run_config(model_file, activation_checkpointing="full"), model_config, "ddp", ranks=2).total / 0.89
     half, full = ladder(run, layout("ddp", 2), enough)
     assert "does not fit" in half and "which fits in" in full
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offloads"), [({"tp": 2, "dp_replicate": 2}, False), ({"tp": 2, "dp_shard": 2}, True)]
+)
+def test_advice_uses_the_sizes_of_the_running_mesh(model_config, model_file, sizes, offloads):
+    config = run_config(model_file, activation_checkpointing="full")
+    name = Layout.of(Sizes(**sizes)).name
+    facts = {
+        "config": config.model_dump(mode="json"), "precision": "bf16", "device": "cuda", "strategy": name, "ranks": 4,
+        "sizes": vars(Sizes(**sizes)), "offloads": offloads, "memory_bytes": 1e6,
+    }  # fmt: skip
+    layout_here = replace(Layout.of(Sizes(**sizes)), offloads=offloads)
+    needed = largest_footprint(PlannedRun(config, model_config, "bf16", "cuda", 1e6), layout_here, 4).total
+    assert advise(facts)[0].startswith(f"--batch.sequences_per_micro_batch 4: needs {bytes_text(needed)}, which")
 
 
 def test_parameters_of_loss_terms_are_counted(model_config, model_file):

@@ -297,7 +297,7 @@ def test_large_files_are_split_by_their_size_after_decompression():
 def test_other_command_lines_pass_unchanged():
     for arguments in ([], ["--help", "--text", "a"], ["--config", "a.yaml", "--texture", "b"]):
         assert with_own_text(arguments) == arguments
-    assert read_own_text(["--text", "a.txt", "b.txt", "--minutes=2"]).patterns == ("a.txt", "b.txt")
+    assert read_own_text(["--text", "a.txt", "b.txt", "--minutes=2"]).patterns == ["a.txt", "b.txt"]
 
 
 def test_an_interrupted_preparation_ends_the_command(tmp_path, text):

@@ -51,7 +51,7 @@ LIBRARIES = (
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
     "datasets", "deepspeed", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil", "torch.profiler",
-    "rich.table", "gigatoken", "numba",
+    "gigatoken", "numba",
 )  # fmt: skip
 
 
