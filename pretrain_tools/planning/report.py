@@ -48,7 +48,7 @@ from pretrain_tools.planning.texts import as_comment, lines_of
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 """Fields of `Memory` shown as table columns."""
 COLUMNS = ("strategy", *PARTS, "fits", "largest micro-batch", "tokens/s", "hours")
-NARROW_COLUMNS = ("strategy", "total", "fits", "largest micro-batch", "hours")
+NARROW_COLUMNS = ("strategy", "total", "fits", "largest micro-batch", "tokens/s", "hours")
 """Columns in terminals with fewer than TABLE_WIDTH columns."""
 TABLE_WIDTH = 142
 

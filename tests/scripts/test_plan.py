@@ -572,7 +572,7 @@ def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
     lines = [line for line in lines_that_remain(screen.getvalue()) if not line.startswith("  accelerate launch")]
     assert max(map(len, lines)) <= 80
     (heading,) = [line for line in lines if line.startswith("strategy")]
-    assert heading.split() == ["strategy", "total", "fits", "largest", "micro-batch", "hours"]
+    assert heading.split() == ["strategy", "total", "fits", "largest", "micro-batch", "tokens/s", "hours"]
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
