@@ -50,7 +50,11 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     if is_url(arguments.output or ""):
         last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
         destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
-    on_ray = "ray" in arguments.engine
+    engines = arguments.engine.split(",")
+    on_ray = "ray" in engines
+    for engine in engines:
+        if engine not in ("auto", "reference", "ray"):
+            problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = available_cores()
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -61,7 +65,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         options,
         tokenizer,
         destination.local if destination else Path(arguments.output or ""),
-        engine="reference" if "reference" in arguments.engine else "auto",
+        engine="reference" if "reference" in engines else "auto",
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
@@ -165,12 +169,7 @@ def _own_output(arguments: argparse.Namespace) -> str | None:
 
 def _options(arguments: argparse.Namespace, documents: Documents | None, problems: Problems) -> PreparationOptions:
     """Creates the options that affect the output. Adds invalid ones to `problems`."""
-    choices = {
-        "documents": DOCUMENT_UNITS,
-        "on_error": ("stop", "skip"),
-        "pre_tokenizer": tuple(PRE_TOKENIZERS),
-        "engine": ("auto", "reference", "ray", "reference,ray"),
-    }
+    choices = {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip"), "pre_tokenizer": tuple(PRE_TOKENIZERS)}
     for name, allowed in choices.items():
         given = getattr(arguments, name)
         if given is not None and given not in allowed:
