@@ -56,6 +56,13 @@ def test_other_flags_are_rejected_together_with_the_page():
     assert "--chekpoint.keep_last: unknown key; did you mean checkpoint?" in typo
 
 
+@pytest.mark.parametrize("flag", ["target_param_data_ratio", "core_metric_every"])
+def test_a_flag_with_another_meaning_is_rejected(flag):
+    """nanochat's ratio doesn't count embeddings, and benchmarks.every_steps runs other tasks than CORE by default."""
+    with pytest.raises(InputError, match=f"--{flag}: unknown key"):
+        read_command_line(["recipes/demo.yaml", f"--{flag}", "12"], "usage")
+
+
 def test_foreign_names_map_to_settings_and_are_not_settings_themselves():
     assert set(SETTINGS_ELSEWHERE.values()) <= set(SETTINGS) and not set(SETTINGS_ELSEWHERE) & set(SETTINGS)
 

@@ -23,7 +23,7 @@ FAST = 1 / 16
 SLOW = 1 / 256
 """Weight of a new loss in the slow moving average, which covers about 256 steps."""
 MOST_HALVINGS = 32
-"""How many more steps in a row may be skipped in fp16. They divide a loss scale of 2^16 down to 2^-16."""
+"""How many steps in a row may be skipped in fp16. Each halves the loss scale, from 2^16 down to 2^-16."""
 SIGMA_FLOOR = 1.1
 """Minimum threshold for spikes detected by standard deviation, as a multiple of the mean."""
 
@@ -60,6 +60,7 @@ class StepGuard:
         self._slow: float | None = state.get("slow")
         self._bad_steps: list[int] = list(state.get("strikes", []))
         self._diverging: bool = state.get("diverging", False)
+        self._overflows: int = state.get("overflows", 0)
 
     def state(self) -> dict[str, Any]:
         """Returns the state for checkpoints."""
@@ -69,6 +70,7 @@ class StepGuard:
             "fast": self._fast,
             "slow": self._slow,
             "diverging": self._diverging,
+            "overflows": self._overflows,
         }
 
     def forget(self) -> None:
@@ -80,7 +82,7 @@ class StepGuard:
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
-        if hard or not finite:
+        if hard or not (finite or self.scales_loss):
             self._bad_steps.append(report.step)
         else:
             self._bad_steps.clear()
@@ -90,9 +92,11 @@ class StepGuard:
             self._losses.append(report.loss)
         if finite:
             findings += self._judge_trend(report)
-        # In fp16, every skipped step halves the loss scale until the gradients are finite.
-        more = MOST_HALVINGS if self.scales_loss and not hard else 0
-        if len(self._bad_steps) >= self.settings.patience + more:
+        self._overflows = 0 if finite else self._overflows + 1
+        if self.scales_loss and self._overflows > MOST_HALVINGS:
+            self._bad_steps = list(range(report.step - MOST_HALVINGS, report.step + 1))
+            findings.append(self._rollback_finding(report))
+        elif len(self._bad_steps) >= self.settings.patience:
             findings.append(self._rollback_finding(report))
         return findings
 
@@ -138,6 +142,7 @@ class StepGuard:
         first = self._bad_steps[0]
         last = self._bad_steps[-1]
         self._bad_steps.clear()
+        self._overflows = 0
         message = f"loss {report.loss:.4f}, gradient norm {report.grad_norm:.4g} in steps {first:,} to {last:,}"
         values = {"loss": report.loss, "grad_norm": report.grad_norm}
         return Finding("warning", report.step, message, values, roll_back=(first, last))
