@@ -232,7 +232,7 @@ def verify(place: str, public_key: Path | None) -> int:
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)
     if verifier is not None:
-        problems += [problem for problem in signature_problems(folder, verifier) if problem not in problems]
+        problems += signature_problems(folder, verifier)
     if problems:
         print("\n".join(f"{place}: {printable(problem)}" for problem in problems))
         return EXIT_NOT_PUBLISHED

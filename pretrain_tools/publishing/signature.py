@@ -44,7 +44,7 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
     """Lists files that have changed since they were signed, or reports that the signature doesn't match."""
     path = folder / SIGNATURE_FILE
     if not path.exists():
-        return [f"{SIGNATURE_FILE} is missing"]
+        return [f"{SIGNATURE_FILE} is missing: the folder isn't signed"]
     try:
         # Files added by the Hub or by a download aren't signed. The provenance detects other added files.
         verifier.set_ignore_unsigned_files(True).verify(folder, path)

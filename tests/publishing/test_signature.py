@@ -66,7 +66,8 @@ def test_every_change_is_reported(folder, keys):
         assert problem.startswith(changed)
         path.unlink()
         (problem,) = problems()
-        assert problem.startswith("model.sig doesn't match" if path.name != "model.sig" else "model.sig is missing")
+        unsigned = "model.sig is missing: the folder isn't signed"
+        assert problem.startswith("model.sig doesn't match" if path.name != "model.sig" else unsigned)
         assert path.name in problem
         assert f"{path.name} is missing" in provenance_problems(folder)[0]
         path.write_bytes(content)
