@@ -53,7 +53,10 @@ class PreparationOptions:
         """Returns the manifest entry for the options."""
         # Exclude the stages, because asdict would copy their large indices.
         fields = asdict(replace(self, cleaning=None))
-        fields["extensions"] = {Path(file).name: digest_of([Path(file)]) for file in self.extensions} or None
+        by_name: dict[str, list[Path]] = {}
+        for file in map(Path, self.extensions):
+            by_name.setdefault(file.name, []).append(file)
+        fields["extensions"] = {name: digest_of(files) for name, files in by_name.items()} or None
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")

@@ -199,3 +199,14 @@ def test_the_order_of_the_sources_matters_only_until_the_folder_is_complete(tmp_
         prepare(turned)
     prepare(request)
     assert prepare(turned).already_done
+
+
+def test_extensions_with_the_same_name_are_all_recorded(tmp_path):
+    files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("one = 1")
+    options = PreparationOptions(extensions=tuple(map(str, files)))
+    before = options.as_plan()["extensions"]
+    files[0].write_text("one = 2")
+    assert options.as_plan()["extensions"] != before
