@@ -50,21 +50,25 @@ class ShardWriter:
         self._finished = [Shard(**shard) for shard in state["finished"]]
         self._open: dict[str, Shard] = {}
         """{split: its shard that isn't full yet}. It doesn't have hashes yet."""
-        sizes = {folder / name: 0 for shard in self._finished for name in shard.beside}
-        sizes |= {folder / shard.file: shard.tokens * self._dtype.itemsize for shard in self._finished}
-        for fields, written in state["open"]:
+        known = {folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
+        for fields, sizes in state["open"]:
             shard = self._open[fields["split"]] = Shard(**fields)
-            sizes |= {self._path(shard, suffix): size for suffix, size in written.items()}
-        for path, size in sizes.items():
-            if not path.is_file() or path.stat().st_size < size:
-                raise InputError(
-                    f"{path}: was truncated or removed after it was written; remove {folder} and prepare it again"
-                )
-            if size:  # unknown for the files beside a finished shard
+            for suffix, size in sizes.items():
+                path = self._path(shard, suffix)
+                if not path.is_file() or path.stat().st_size < size:
+                    raise InputError(
+                        f"{path}: was truncated after it was written; remove {folder} and prepare it again"
+                    )
                 os.truncate(path, size)
+                known.add(path)
         for path in [*shard_files(folder), *(plain_text.iterdir() if plain_text else ())]:
-            if path not in sizes:
+            if path not in known:
                 path.unlink()
+        for shard in self._finished:
+            path = folder / shard.file
+            is_there = all((folder / name).is_file() for name in (shard.file, *shard.beside))
+            if not is_there or path.stat().st_size != shard.tokens * self._dtype.itemsize:
+                raise InputError(f"{path}: has changed since it was written; remove {folder} and prepare it again")
 
     def _path(self, shard: Shard, suffix: str) -> Path:
         folder = self._plain_text if suffix == PLAIN_TEXT_SUFFIX else self._folder

@@ -235,5 +235,5 @@ def test_a_writer_does_not_resume_from_a_truncated_shard(tmp_path):
     writer.write("train", documents(4, 5, 3))
     state = writer.sync()
     (tmp_path / "train-00000.bin").write_bytes(b"12")
-    with pytest.raises(InputError, match=r"train-00000\.bin: was truncated or removed after it was written; remove"):
+    with pytest.raises(InputError, match=r"train-00000\.bin: was truncated after it was written; remove"):
         ShardWriter(tmp_path, "uint16", 100, state)
