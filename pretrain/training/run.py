@@ -28,36 +28,8 @@ if TYPE_CHECKING:
     from pretrain.training.diagnostics import Diagnostics
 
 
-class LateAttributes:
-    """Attributes of `Run` without a default. `Run.replan`, train.py and `begin` set them."""
-
-    whole_plan: RunPlan
-    """Plan for the whole run, without skipped data or a requested decay."""
-    plan: RunPlan
-    """Plan in effect, updated by `replan`."""
-    built: Built
-
-    validation_readers: dict[str, ShardReader]
-    """{source name: reader for its validation split}."""
-    peak_flops: float | None
-    """Peak FLOP/s per process; None if unknown."""
-    tokenizer: Path
-    stage: StagePlan
-    """Current stage, whose windows and positions the model uses."""
-    throughput: Throughput
-    speed_guard: SpeedGuard
-    logged_step: int
-    """Last step with a train event."""
-
-    consensus: Consensus
-    guard: StepGuard
-    control: Control
-    clock: TimeBudget
-    watch: Watch
-
-
 @dataclass
-class Run(LateAttributes):
+class Run:
     """State of a run on this rank, created by `open_run` and completed by `begin`."""
 
     config: RunConfig
@@ -72,6 +44,10 @@ class Run(LateAttributes):
     """Step to stop at, as in the smoke test; None for the whole run."""
 
     state: RunState = field(default_factory=RunState)
+    whole_plan: RunPlan = field(init=False)
+    """Plan for the whole run, without skipped data or a requested decay."""
+    plan: RunPlan = field(init=False)
+    """Plan in effect, updated by `replan`."""
     loaded_from: Path | None = None
     """Checkpoint that the run resumed from, branched from or rolled back to."""
     saved: SavedRun | None = None
@@ -83,9 +59,22 @@ class Run(LateAttributes):
     continues: str = ""
     """Description of how the run continues; see `describe_continuation`."""
 
+    built: Built = field(init=False)
+
+    validation_readers: dict[str, ShardReader] = field(init=False)
+    """{source name: reader for its validation split}."""
+    peak_flops: float | None = field(init=False)
+    """Peak FLOP/s per process; None if unknown."""
+    tokenizer: Path = field(init=False)
+    stage: StagePlan = field(init=False)
+    """Current stage, whose windows and positions the model uses."""
     diagnostics: "Diagnostics | None" = None
     """Per-layer statistics, if enabled."""
     steps_begun: int = 0
+    throughput: Throughput = field(init=False)
+    speed_guard: SpeedGuard = field(init=False)
+    logged_step: int = field(init=False)
+    """Last step with a train event."""
     mirror: "MirrorCopies | None" = None
     """Background copies to the mirror, if enabled. None on other ranks than the main one."""
     evaluations: "Evaluations | None" = None
@@ -95,6 +84,11 @@ class Run(LateAttributes):
 
     request: Request = Request.NONE
     """Pending request, identical on all ranks."""
+    consensus: Consensus = field(init=False)
+    guard: StepGuard = field(init=False)
+    control: Control = field(init=False)
+    clock: TimeBudget = field(init=False)
+    watch: Watch = field(init=False)
 
     def __post_init__(self):
         self.whole_plan = self.recipe_plan
