@@ -141,7 +141,7 @@ def continued(
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
     past = TypeAdapter(BatchRamp).validate_python(planned.get("ramp", plan.ramp))  # not in old checkpoints
     ramp = future.after(past, state.step, state.tokens // length)
-    sequences = target_sequences(config, plan.active_parameters)
+    sequences = target_sequences(config.budget, length, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
@@ -224,10 +224,12 @@ def _continued_schedule(
 ) -> Schedule:
     before = TypeAdapter(Schedule).validate_python(contents["plan"]["schedule"])
     step = state.step
+    optim = config.optim
+    per_step = config.batch.tokens_per_step
     if changes.clock:
         warmup = None if "optim.warmup_steps" in changes.touched else 0
-        return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
-    planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
+        return schedule_of(optim, per_step, total_steps, first_step=step, warmup_steps=warmup)
+    planned = schedule_of(optim, per_step, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
     if total_steps != before.total_steps:
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from pretrain.checkpoint.run_state import RunState
 from pretrain.config import (
+    Budget,
     Cadence,
     CurriculumStage,
     ModelSource,
+    Optim,
     RunConfig,
     WindowSpec,
 )
@@ -304,7 +306,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     of_data += probed_problems(config, model)
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
-        schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+        schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
         if schedule is not None:
             problems.attempt(check_factors, schedule)
         problems += averaging_problems(
@@ -520,16 +522,15 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     return tokens // length
 
 
-def target_sequences(config: RunConfig, active: int) -> int | None:
-    """Returns the budget in sequences; None if the budget is in steps.
+def target_sequences(budget: Budget, length: int, active: int) -> int | None:
+    """Returns the budget in sequences of `length` tokens; None if the budget is in steps.
 
     active: number of active parameters, for tokens_per_parameter.
     """
-    budget = config.budget
     if budget.steps:
         return None
     tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
-    return math.ceil(tokens / config.data.sequence_length)
+    return math.ceil(tokens / length)
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
@@ -537,7 +538,7 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        total_sequences=target_sequences(config, active),
+        total_sequences=target_sequences(config.budget, config.data.sequence_length, active),
         total_steps=config.budget.steps,
         ramp_from=ramp.start if ramp else 1.0,
         ramp_over=ramp.over if ramp else 0.0,
@@ -545,10 +546,9 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 
 
 def schedule_of(
-    config: RunConfig, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
+    optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
     """Returns the schedule from `first_step` to the end. warmup_steps: None for the recipe's setting."""
-    optim = config.optim
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -558,7 +558,7 @@ def schedule_of(
         decay_steps=round(optim.decay_fraction * steps) if optim.schedule == "wsd" else None,
         decay_shape=optim.decay_type,
         cooldown_steps=cooldown_steps_of_infinite(
-            steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+            steps, tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
         ),
         constant_ratio=optim.constant_ratio,
         anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
