@@ -230,6 +230,16 @@ def test_a_writer_resumes_from_its_state(tmp_path, written_after):
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 
+def test_a_writer_does_not_resume_from_a_changed_shard(tmp_path):
+    writer = ShardWriter(tmp_path, "uint16", 10)
+    writer.write("train", documents(4, 5, 3))
+    state = writer.sync()
+    with (tmp_path / "train-00000.bin").open("ab") as shard:
+        shard.write(b"12")
+    with pytest.raises(InputError, match=r"train-00000\.bin: has changed since it was written; remove"):
+        ShardWriter(tmp_path, "uint16", 10, state)
+
+
 def test_a_writer_does_not_resume_from_a_truncated_shard(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 100)
     writer.write("train", documents(4, 5, 3))
