@@ -181,18 +181,19 @@ def fetched(name_or_path: str, file: str) -> Path:
 
     Raises InputError if a file is missing.
     """
-    try:
-        path = Path(cached_file(name_or_path, file)).absolute()
-    except OSError as error:
-        raise InputError(f"{name_or_path}: {file}: {one_line(error)}") from error
-    try:
-        imported = get_relative_imports(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
-    for other in imported:
-        if not (path.parent / f"{other}.py").exists() or not Path(name_or_path).is_dir():
-            fetched(name_or_path, f"{other}.py")
-    return path
+    paths = {}
+    files = [file]
+    for name in files:  # grows; files may import each other
+        try:
+            paths[name] = path = Path(cached_file(name_or_path, name)).absolute()
+        except OSError as error:
+            raise InputError(f"{name_or_path}: {name}: {one_line(error)}") from error
+        try:
+            imported = get_relative_imports(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot be read: {error}") from error
+        files += {f"{other}.py" for other in imported} - set(files)
+    return paths[file]
 
 
 def own_keys_of(name_or_path: str) -> dict[str, Any] | None:

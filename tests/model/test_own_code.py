@@ -151,6 +151,16 @@ def test_code_may_be_in_a_repository_with_a_dot_in_its_name(tmp_path, monkeypatc
     assert [each.__name__ for each in made] == ["MineConfig", "MineForCausalLM", "MineModel"]
 
 
+def test_files_of_a_hub_repository_may_import_each_other(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("from .b import B\n")
+    (tmp_path / "b.py").write_text("def f():\n    from .a import A\n    from .c import C\n")
+    (tmp_path / "c.py").write_text("")
+    found = []
+    monkeypatch.setattr(own_code, "cached_file", lambda repository, name: found.append(name) or tmp_path / name)
+    assert own_code.fetched("me/mine", "a.py") == tmp_path / "a.py"
+    assert found == ["a.py", "b.py", "c.py"]
+
+
 class Odd(PretrainedConfig):
     """A config with two common names for its depth."""
 
