@@ -11,6 +11,7 @@ doesn't start, because it could overwrite a run on the mirror.
 
 import argparse
 import json
+import shutil
 import sys
 import time
 import uuid
@@ -301,8 +302,11 @@ def fetch_script() -> None:
     claim: dict[str, Any] = {"damaged": {}}
     try:
         catch_up(run, store, sealed, None, claim)
-    except LostMirrorError as error:
-        raise InputError(str(error)) from None
+    except BaseException as error:
+        shutil.rmtree(run, ignore_errors=True)  # otherwise, a retry would find the folder
+        if isinstance(error, LostMirrorError):
+            raise InputError(str(error)) from None
+        raise
     for what, problem in claim["damaged"].items():
         print(f"skipped {what}, which is damaged on the mirror ({problem})", file=sys.stderr)
     print(f"Fetched step {claim['fetched']['step']:,} from {store.address} to {run}.")

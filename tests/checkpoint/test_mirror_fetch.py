@@ -333,3 +333,4 @@ def test_the_scripts_have_no_traceback_for_a_missing_run_or_a_damaged_mirror(los
     fetched = run_script("-m", module("fetch"), f"file://{mirror}/run", tmp_path / "copy", check=False)
     for done, said in ((copied, "none: no such folder"), (fetched, "none of the checkpoints in")):
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "copy").exists(), "a retry must not find the folder"
