@@ -214,6 +214,11 @@ def find_weights(name_or_path: str) -> None:
             "Hub ID, or train from scratch with init: scratch"
         )
     if Path(name_or_path).is_dir():
+        if (Path(name_or_path) / "adapter_config.json").exists():  # transformers would apply it
+            raise InputError(
+                f"model: {name_or_path} contains a LoRA adapter, which init: pretrained doesn't apply; merge it with "
+                "peft's merge_and_unload, or remove adapter_config.json to train without it"
+            )
         if not (files := find_tensors(name_or_path)):
             raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained needs")
         checked_places(name_or_path, files, PublishedNames(load_model_config(name_or_path)))

@@ -251,6 +251,13 @@ def test_quantized_weights_are_refused_before_anything_starts(tmp_path, suffix, 
             read(path)
 
 
+def test_a_lora_adapter_is_refused_before_anything_starts(tmp_path):
+    path = save("llama", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="contains a LoRA adapter"):
+        find_weights(path)
+
+
 @pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file", "no shard"])
 def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, damage):
     path = save("llama", tmp_path, max_shard_size="20KB" if damage in ("no index", "no shard") else "1GB")
