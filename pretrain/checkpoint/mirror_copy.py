@@ -86,6 +86,8 @@ class MirrorCopier:
         """{folder: manifest} of complete folders on the mirror: checkpoints and final/."""
         self.files: dict[str, bytes] = {}
         """{name of small file: last copied content}."""
+        self.first_step = latest_step(run) or 0
+        """Step at the start. Earlier checkpoints may be pruned uncopied even if the mirror keeps up."""
         self.seen: set[int] = set()
         """Steps of the local checkpoints in the last pass."""
         self.beaten = time.monotonic()
@@ -295,10 +297,11 @@ class MirrorCopier:
         gone = self.seen - here.keys()
         dropped = {step for step in gone if step <= latest and name_of(step) not in self.manifests}
         self.seen = set(here)
-        if dropped and not self.status["dropped"]:
+        late = [step for step in dropped if step >= self.first_step]
+        if late and not self.status["dropped"]:
             behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
-            self._warn(f"{behind}: it skipped step {max(dropped):,}.")
-        self.status["dropped"] += len(dropped)
+            self._warn(f"{behind}: it skipped step {max(late):,}.")
+        self.status["dropped"] += len(late)
         if dropped:  # failed copies of them would fill the mirror
             self._remove([step for step in self.store.steps()[1] if step in dropped])
         missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}

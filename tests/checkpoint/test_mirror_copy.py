@@ -53,6 +53,17 @@ def test_pruned_checkpoints_are_skipped_and_milestones_follow(tmp_path):
     assert copier.status["dropped"] == 1
 
 
+def test_checkpoints_from_before_the_start_may_be_pruned_without_a_warning(tmp_path):
+    run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
+    copier = copier_of(run, mirror, keep_last=2)
+    copy_all(copier)  # a new mirror gets only the newest checkpoint
+    write_checkpoint(run, 12)
+    remove(run / "checkpoints/step-00000004")
+    copy_all(copier)
+    assert steps_there(mirror) == [8, 12]
+    assert copier.status["dropped"] == 0 and [notice["event"] for notice in copier.notices] == ["mirror", "mirror"]
+
+
 def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
     """Otherwise, a run resumed from the mirror would continue after data that it should skip."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
