@@ -36,6 +36,8 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
+    if steps < 2:
+        raise InputError("--smoke: budget: a run of one step can't resume from its middle; use at least 2 steps")
     half = (steps + 1) // 2  # rounded up, so that a checkpoint falls only there and at the end
     folder = config.output.with_name(f"{config.output.name}-smoke")
     if problem := strategy.ranks.gather(folder_problem(folder))[0]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretrain.errors import EXIT_INTERRUPTED
+from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive, due_after
 from pretrain_tools.planning import smoke
@@ -85,6 +85,13 @@ def test_a_signal_during_the_check_of_the_model_ends_the_test(recipe):
         return 0
 
     assert smoke.smoke_test(read_run_config(recipe), strategy, train) == EXIT_INTERRUPTED
+
+
+def test_a_run_of_one_step_is_refused(recipe):
+    strategy = SimpleNamespace(data_ranks=1, micro_batches_per_call=1, ranks=ONE_PROCESS)
+    config = read_run_config(recipe, [("budget.steps", "1"), ("optim.warmup_steps", "0")])
+    with pytest.raises(InputError, match="at least 2 steps"):
+        smoke.smoke_test(config, strategy, lambda short, last_step: 9)
 
 
 @pytest.mark.parametrize(("steps", "saved"), [(12, [6, 12]), (13, [7, 13]), (3, [2, 3]), (500, [50, 100])])
