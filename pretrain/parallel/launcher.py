@@ -133,7 +133,11 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
         "mixed_precision": ("ACCELERATE_MIXED_PRECISION", "precision", PRECISIONS[precision]),
         # 1 is the default of `accelerate config`.
         "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step", "1"),
-        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm", str(config.optim.max_grad_norm)),
+        "gradient_clipping": (
+            "ACCELERATE_GRADIENT_CLIPPING",
+            "optim.max_grad_norm",
+            f"{config.optim.max_grad_norm:.12g}",
+        ),
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile", "no"),
         "fsdp_activation_checkpointing": (
             "FSDP_ACTIVATION_CHECKPOINTING",
@@ -143,7 +147,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
     }
     for name, (in_environment, path, same) in set_by_recipe.items():
         value = os.environ.get(in_environment, "none")
-        if value.lower() not in ("none", "no", "false", "auto", same):
+        if value.lower().removesuffix(".0") not in ("none", "no", "false", "auto", same):
             from pretrain.parallel.launcher_files import conflict
 
             problems.append(conflict("launcher", name, value, config, path))

@@ -203,6 +203,11 @@ def test_settings_that_conflict_with_the_recipe_are_reported(
     assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
 
 
+def test_the_recipe_s_clipping_may_be_written_as_an_integer(config, environment, tmp_path):
+    environment(changed(ROOT / "accelerate_configs/zero2.yaml", tmp_path, "deepspeed_config", gradient_clipping=1))
+    assert "gradient_clipping" not in " ".join(launcher_problems(config, "fp32", "zero2"))
+
+
 TP = {"use the parallelism config": "yes", "tensor parallelism size": "2", "How many GPU": "2"}
 CPU_OFFLOAD = {"ZeRO optimization": "3", "offload optimizer": "cpu", "offload param": "cpu"}
 
