@@ -217,13 +217,13 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "ranks": strategy.ranks.count,
         "sizes": vars(strategy.sizes) if hasattr(strategy, "sizes") else None,
         "offloads": getattr(strategy, "offloads", False),
+        "deepspeed": getattr(strategy, "settings", {}),
         "precision": strategy.precision,
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
     try:
-        rungs = run_tool("planning.memory_advice", given=json.dumps(facts), seconds=ADVICE_SECONDS).splitlines()
+        rungs = run_tool("planning.memory_advice", given=json.dumps(facts), seconds=ADVICE_SECONDS)
     except ToolError as error:  # must not hide the original error
         return f"Out of memory. No suggestions are available for this run ({error}). See {page}."
-    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
-    return f"Out of memory. Try these changes in order; results stay the same up to rounding:\n{lines}\nSee {page}."
+    return f"Out of memory. Try these changes in order; results stay the same up to rounding:\n{rungs}See {page}."

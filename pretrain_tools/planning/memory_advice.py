@@ -2,7 +2,7 @@
 
     python -m pretrain_tools.planning.memory_advice < facts.json
 
-Training runs start this command when they run out of memory. It prints one suggestion per line.
+Training runs start this command when they run out of memory. It prints a numbered list.
 """
 
 import json
@@ -86,8 +86,11 @@ def advise(facts: dict) -> list[str]:
     if facts["sizes"]:  # those of a mesh may differ from the accelerate config's
         launched = Layout.of(Sizes(**facts["sizes"]), name=facts["strategy"])
         divided = replace(launched, offloads=facts["offloads"])
+    if given := facts["deepspeed"].get("zero_optimization"):  # the user's JSON may differ from the shipped one
+        divided = replace(divided, zero={key: value for key, value in given.items() if value != "auto"})
     return ladder(run, divided, facts["memory_bytes"])
 
 
 if __name__ == "__main__":
-    print(*advise(json.load(sys.stdin)), sep="\n")
+    for number, rung in enumerate(advise(json.load(sys.stdin)), start=1):
+        print(f"  {number}. {rung}")

@@ -358,11 +358,25 @@ def test_advice_uses_the_sizes_of_the_running_mesh(model_config, model_file, siz
     name = Layout.of(Sizes(**sizes)).name
     facts = {
         "config": config.model_dump(mode="json"), "precision": "bf16", "device": "cuda", "strategy": name, "ranks": 4,
-        "sizes": vars(Sizes(**sizes)), "offloads": offloads, "memory_bytes": 1e6,
+        "sizes": vars(Sizes(**sizes)), "offloads": offloads, "memory_bytes": 1e6, "deepspeed": {},
     }  # fmt: skip
     layout_here = replace(Layout.of(Sizes(**sizes)), offloads=offloads)
     needed = largest_footprint(PlannedRun(config, model_config, "bf16", "cuda", 1e6), layout_here, 4).total
     assert advise(facts)[0].startswith(f"--batch.sequences_per_micro_batch 4: needs {bytes_text(needed)}, which")
+
+
+def test_advice_uses_the_launched_deepspeed_json(model_config, model_file):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
+    config = run_config(model_file, activation_checkpointing="full")
+    facts = {
+        "config": config.model_dump(mode="json"), "precision": "bf16", "device": "cuda", "strategy": "zero3",
+        "ranks": 2, "sizes": None, "offloads": False, "memory_bytes": 1e6, "deepspeed": {"zero_optimization": zero},
+    }  # fmt: skip
+    offloaded = replace(layout("zero3", 2), zero={name: zero[name] for name in ("stage", "offload_optimizer")})
+    run = PlannedRun(config, model_config, "bf16", "cuda", 1e6)
+    needed = bytes_text(largest_footprint(run, offloaded, 4).total)
+    assert needed != bytes_text(largest_footprint(run, layout("zero3", 2), 4).total)
+    assert advise(facts)[0].startswith(f"--batch.sequences_per_micro_batch 4: needs {needed}, which")
 
 
 def test_parameters_of_loss_terms_are_counted(model_config, model_file):
