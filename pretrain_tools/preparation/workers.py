@@ -89,10 +89,12 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
         workers: number of actors; None for one per CPU core in the cluster.
         address: cluster address for ray.init; None starts Ray on this machine.
 
-    Raises InputError if Ray isn't installed or can't be reached, or if an actor keeps dying.
+    Raises InputError if Ray isn't installed, can't be reached or has no CPU core, or if an actor keeps dying.
     """
     ray = _started(address, workers)
     count = workers or int(ray.cluster_resources().get("CPU", 1))
+    if not count:
+        raise InputError("--engine ray: the cluster has less than one CPU core; add a machine, or use --workers")
     try:
         place = ray.put(perform)
         actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock, process_state
+from pretrain_tools.preparation import workers
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
@@ -33,6 +35,13 @@ def prepare_files(tmp_path, tokenizer, **options):
 def request_for(tmp_path, tokenizer, **options):
     documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
     return PreparationRequest(documents, PreparationOptions(**options), load_tokenizer(tokenizer), tmp_path / "out")
+
+
+def test_a_cluster_without_a_cpu_core_is_rejected(monkeypatch):
+    cluster = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.5})
+    monkeypatch.setattr(workers, "_started", lambda address, count: cluster)
+    with pytest.raises(InputError, match="has less than one CPU core"):
+        list(workers.performed_on_ray(len, ["a"], None, "ray://head"))
 
 
 def test_a_second_process_is_rejected_with_the_name_of_the_first(tmp_path, tokenizer):
