@@ -33,7 +33,7 @@ def parse_arguments(description: str, arguments: list[str]) -> tuple[argparse.Na
         "also pass --gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [one per 8 GPUs]")
     add("--gpu_memory", metavar="80GB", help="memory per GPU (1 GB is 2^30 bytes)")
-    add("--peak_tflops", type=float, help="peak dense TFLOP/s per GPU in the run's precision")
+    add("--peak_tflops", type=float, help="peak dense TFLOP/s per GPU in the run's precision (for fp8, in bf16)")
     add("--price_per_gpu_hour", type=float, metavar="USD", help="price per GPU-hour")
     add("--network_gbits", type=float, help="network bandwidth per GPU between machines, in Gbit/s")
     add("--mfu", type=float, help="expected MFU, such as 0.45 [depends on the model size]")
