@@ -305,7 +305,7 @@ def test_a_killed_run_resumes_from_a_faulty_server(faulty_store, recipe, tmp_pat
     local, remote = tmp_path / "local", tmp_path / "remote"
     run_script("train.py", recipe, "--output", local)
     cache = ("--data.cache.folder", tmp_path / "cache", "--data.cache.size", "10M")
-    given = ("--config", recipe, "--output", remote, *REMOTE, *cache)
+    given = ("--config", recipe, "--output", remote, "--checkpoint.async_save", "false", *REMOTE, *cache)
     kill = [{"where": "forward", "step": 7, "what": "SIGKILL"}]
     killed = launch_with_faults(tmp_path / "notes", "single", 1, *given, faults=kill, **faulty_store)
     assert killed.code == -signal.SIGKILL
