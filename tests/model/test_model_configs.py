@@ -109,6 +109,11 @@ def test_special_ids_come_from_the_data_and_not_from_the_config(path):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
+def test_smollm2s_published_initialization():
+    config = load_model_config(f"{CONFIGS[0].parent}/smollm_135m.json")
+    assert config.initializer_range == pytest.approx(config.hidden_size**-0.5)  # 1/24
+
+
 def test_published_shapes():
     for name, published in {
         "llama_1b": (2048, 5632, 22, 32, 4),  # TinyLlama/TinyLlama_v1.1
