@@ -9,6 +9,7 @@ boundaries.
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -28,9 +29,9 @@ class Distillation(LossTerm):
 
         teacher: str
         """Teacher model: a folder or Hub ID."""
-        temperature: float = 1.0
+        temperature: PositiveFloat = 1.0
         """Divisor for the logits of both models."""
-        chunk: int = 1024
+        chunk: PositiveInt = 1024
         """Number of tokens per chunk."""
 
     def __init__(self, options, model_config):
@@ -48,6 +49,12 @@ class Distillation(LossTerm):
             raise InputError(
                 f"loss.terms.distillation: {options.teacher} has vocab_size {teacher.config.vocab_size:,}, but the "
                 f"model has {model_config.vocab_size:,}; both must use the same tokenizer"
+            )
+        window = getattr(teacher.config, "sliding_window", None)
+        if window and window < model_config.max_position_embeddings:
+            raise InputError(
+                f"loss.terms.distillation: {options.teacher} attends to {window:,} tokens, but this example's mask "
+                "has no sliding window; use a teacher with full attention"
             )
         self.teacher = teacher.eval().requires_grad_(False)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from transformers import AutoConfig
 
 from pretrain.errors import InputError
@@ -55,3 +56,9 @@ def test_a_teacher_that_does_not_fit_is_refused(teacher):
         made(made.Options(teacher=teacher[1]), AutoConfig.for_model(**TINY_LLAMA | {"vocab_size": 999}))
     with pytest.raises(InputError, match=r"distillation: \./nowhere"):
         made(made.Options(teacher="./nowhere"), CONFIG)
+    config = AutoConfig.for_model(**TINY_LLAMA | {"model_type": "mistral", "sliding_window": 8})
+    build_model(config, seed=1).save_pretrained(folder := f"{teacher[1]}_with_window")
+    with pytest.raises(InputError, match="attends to 8 tokens"):
+        made(made.Options(teacher=folder), CONFIG)
+    with pytest.raises(ValidationError, match="temperature"):
+        made.Options(teacher=folder, temperature=0)
