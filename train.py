@@ -18,7 +18,7 @@ Run the same command again to resume. If the run is already complete, train.py s
 
 import sys
 
-from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
+from pretrain.errors import EXIT_DONE, Problems, is_first_on_machine, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
 from pretrain.terminal import announce_loading
 
@@ -172,6 +172,8 @@ def check(asked: CommandLine) -> None:
     next_start = problems.attempt(describe_next_start, config, plan, asked) if plan else None
     validation = problems.attempt(open_validation, config.data)
     problems.stop_if_any()
+    if not is_first_on_machine():
+        return
     if asked.verbose:
         print(explain(asked))
     print(banner(config, plan, {}))

@@ -145,9 +145,9 @@ def name_machines(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def few_cores() -> str | None:
-    """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
+    """Returns a warning if this process has too few cores. It shares the launcher's, unless it is bound to fewer."""
     cores = available_cores()
-    is_bound = bound_cores() < (os.cpu_count() or 1)
+    is_bound = bound_cores() < bound_cores(os.getppid())
     share = cores if is_bound else cores / processes_here()
     if share >= MIN_CORES:
         return None

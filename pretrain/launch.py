@@ -66,6 +66,9 @@ def launch(arguments: list[str]) -> int:
     except (ValueError, FileNotFoundError, yaml.YAMLError) as error:  # in accelerate's arguments and files
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
+    except ConnectionError as error:  # the port is in use, perhaps by an earlier launch that is still ending
+        print(error, file=sys.stderr)
+        return CRASHED
     return 0
 
 

@@ -12,9 +12,9 @@ GROUPS_FILE = Path("/proc/self/cgroup")
 GROUPS_FOLDER = Path("/sys/fs/cgroup")
 
 
-def bound_cores() -> int:
-    """Returns the number of CPU cores on which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def bound_cores(process: int = 0) -> int:
+    """Returns the number of CPU cores on which a process (0: this one) may run."""
+    return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_cores() -> int:

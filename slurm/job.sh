@@ -51,6 +51,9 @@ fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270
 # The port depends on the job's ID, so that two jobs can share a machine.
 port=$((20000 + SLURM_JOB_ID % 20000))
+# One task of a job array has the array's own ID as its job ID, which would mean all tasks.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 
 save_and_end() {
     # srun doesn't forward SIGTERM; it kills its tasks. scancel signals only the tasks that already run, and reports
@@ -60,7 +63,7 @@ save_and_end() {
         scontrol listpids "$SLURM_JOB_ID" "$SLURMD_NODENAME" 2>/dev/null | grep -qE " $SLURM_JOB_ID +[0-9]" && break
         sleep 1
     done
-    scancel --signal=TERM "$SLURM_JOB_ID"
+    scancel --signal=TERM "$job"
 }
 
 launch_and_requeue() {
@@ -78,9 +81,9 @@ launch_and_requeue() {
     done
     # docs/failures.md lists the exit statuses.
     case $status in
-        75) scontrol requeue "$SLURM_JOB_ID" ;;    # saved after a signal
+        75) scontrol requeue "$job" ;;             # saved after a signal
         0 | 2 | 16 | 17 | 18 | 130) ;;             # would end the same way again
-        *) [ "$time_is_up" = no ] || scontrol requeue "$SLURM_JOB_ID" ;;
+        *) [ "$time_is_up" = no ] || scontrol requeue "$job" ;;
     esac
     exit "$status"
 }

@@ -405,15 +405,15 @@ def test_warnings_name_their_machines():
 
 
 @pytest.mark.parametrize(
-    ("cores", "on_machine", "message"),
+    ("cores", "of_launcher", "message"),
     [(1, 64, "each process has 1, but needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
-def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, on_machine, message):
-    """A process limited to 4 of 64 cores doesn't share them. If all 16 cores are available, eight processes share
-    them."""
+def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, of_launcher, message):
+    """A process limited to 4 of the launcher's 64 cores doesn't share them. Eight processes share all 8, even if SLURM
+    gave the launcher only 8 of the machine's 128."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
-    monkeypatch.setattr(hardware, "bound_cores", lambda: cores)
-    monkeypatch.setattr("os.cpu_count", lambda: on_machine)
+    monkeypatch.setattr(hardware, "bound_cores", lambda process=0: of_launcher if process else cores)
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
     found = environment_warnings(GPU)
     assert found == [] if message is None else message in found[0]
 

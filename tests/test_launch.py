@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,16 @@ def test_an_unusable_config_file_is_bad_input(text, message, tmp_path):
         (tmp_path / "own.yaml").write_text(text)
     ended = run_script("-m", "pretrain.launch", "--config_file", tmp_path / "own.yaml", "train.py", check=False)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr and message in ended.stderr
+
+
+def test_a_port_in_use_is_reported_without_a_traceback():
+    """--supervise tries again, because an earlier launch may still be ending."""
+    with socket.create_server(("localhost", 0)) as server:
+        machines = ("--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "localhost")
+        port = ("--main_process_port", server.getsockname()[1], "--num_processes", "2")
+        config = ("--config_file", "accelerate_configs/ddp.yaml")
+        ended = run_script("-m", "pretrain.launch", *config, *machines, *port, "train.py", check=False)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr and "specify a different port" in ended.stderr
 
 
 @pytest.mark.parametrize("to", ["launcher", "process"])

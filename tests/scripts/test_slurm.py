@@ -207,6 +207,13 @@ def test_a_run_that_was_told_to_end_is_requeued_and_others_are_not(slurm, tmp_pa
     assert result.returncode == status and (tmp_path / "scontrol.log").exists() == (status == 75)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_task_of_a_job_array_requeues_only_itself(slurm, tmp_path, script):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "STATUS": "75"}
+    subprocess.run(["bash", f"slurm/{script}.sbatch", "ddp", "recipes/demo.yaml"], cwd=ROOT, env={**slurm, **array})
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7_3\n"
+
+
 def test_without_arguments_the_slices_of_prepared_data_are_explained(slurm):
     found = subprocess.run(["bash", "slurm/prepare.sbatch"], cwd=ROOT, env=slurm, capture_output=True, text=True)
     assert found.returncode == 2 and found.stderr.startswith("usage: sbatch ")
