@@ -37,7 +37,8 @@ IRRELEVANT = ("seed", "output", "branch_from", "model", "budget", "samples", "di
               "logging", "interval_scale", "energy", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
-"""Settings that barely affect the final loss. They are ignored when runs are compared."""
+"""Settings that barely affect the final loss. They are ignored when runs are compared. The model is read from
+model.json."""
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1, "count": "matrix"}
 
 
@@ -206,8 +207,9 @@ def ladder_run(folder: Path) -> LadderRun | str:
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {setting(source, "tokenizer.sha256") for source in data.values() if isinstance(source, dict)}
-    # Stored with the settings so that they are compared as well.
+    # Stored with the settings so that they are compared as well. Different models may have the same size.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
+    settings["the model"] = read_json(folder / "model.json") | {"transformers_version": None}
     return LadderRun(folder, parameters, tokens[last], loss, settings)
 
 

@@ -128,7 +128,7 @@ WORDS = {
     "cp": "exchanging heads across cp",
     "ep": "sending tokens to experts across ep",
     "pp": "passing hidden states between pp stages",
-    "update": "exchanging matrices for the optimizer update",
+    "update": "exchanging matrices or weights for the optimizer update",
 }
 """{name of a `Flow`: description}"""
 

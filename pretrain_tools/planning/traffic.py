@@ -116,16 +116,17 @@ def flows(step: Step) -> list[Flow]:
 
 
 def copies_flows(step: Step) -> list[Flow]:
-    """Lists the communication of DDP and DeepSpeed. DDP reduces only in the last backward pass."""
+    """Lists the communication of DDP and DeepSpeed. DDP and ZeRO-1 reduce only in the last backward pass."""
     work = step.work
     total = work.sizes.total
-    match work.layout.zero.get("stage"):
-        case 3:
-            gathered = work.compute * (2 * total - work.sizes.root) * step.micro_steps
-            return [step.flow("fsdp", gathers=gathered + FP32 * total * step.reductions, hides=0.9)]
-        case 2:
-            return [step.flow("fsdp", gathers=(FP32 * step.reductions + 2) * total, hides=2 / 3)]
-    return [step.flow("dp_replicate", "all", sums=FP32 * total, hides=2 / 3 / step.micro_steps)]
+    stage = work.layout.zero.get("stage")
+    if stage == 3:
+        gathered = work.compute * (2 * total - work.sizes.root) * step.micro_steps
+        return [step.flow("fsdp", gathers=gathered + FP32 * total * step.reductions, hides=0.9)]
+    # ZeRO-1 and 2 all-reduce the gradients, although each rank only needs its shard.
+    reductions = step.reductions if stage == 2 else 1
+    hides = 2 / 3 * reductions / step.micro_steps
+    return [step.flow("dp_replicate", "all", sums=FP32 * total * reductions, hides=hides)]
 
 
 def mesh_flows(step: Step) -> list[Flow]:
@@ -204,13 +205,13 @@ def pp_flow(step: Step, hidden: float) -> Flow:
 
 
 def update_flow(step: Step) -> Flow:
-    """Returns the communication of an optimizer update: Muon's matrices or Adafactor's sums."""
+    """Returns the communication of an optimizer update: Muon's matrices, Adafactor's sums or ZeRO's weights."""
     work = step.work
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
-    # ZeRO-1 and 2 only exchange matrices that are split between their flat partitions.
+    # ZeRO-1 and 2 gather the weights, but only exchange matrices that are split between their flat partitions.
     if layout.zero.get("stage") in (1, 2):
-        return Flow("update", 0.0, 0.0)
+        return step.flow("update", "all", gathers=work.compute * work.sizes.total)
     shapes = work.whole.shapes
     if layout.ep > 1:  # each process updates only its own experts
         shapes = with_experts_in_parts(shapes, 0)

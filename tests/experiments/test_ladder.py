@@ -10,7 +10,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
-from pretrain_tools.experiments.ladder import LadderRun, report_ladder, rungs_of
+from pretrain_tools.experiments.ladder import LadderRun, read_ladder_runs, report_ladder, rungs_of
 from support.project import ROOT, run_script
 from support.tiny_models import LLAMA
 
@@ -22,13 +22,13 @@ def loss_of(parameters, tokens):
 
 
 def write_ladder_run(
-    folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", batch=None, **optim
+    folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", batch=None, model=(), **optim
 ):
     """Writes a run folder as train.py would, with the loss from a scaling law. Returns (N, tokens, loss)."""
     folder.mkdir(parents=True)
-    model = folder / "model.json"
-    model.write_text(json.dumps({**LLAMA, "hidden_size": width, "intermediate_size": 4 * width}))
-    parameters = matrix_parameters(load_model_config(str(model)))
+    file = folder / "model.json"
+    file.write_text(json.dumps({**LLAMA, "hidden_size": width, "intermediate_size": 4 * width, **dict(model)}))
+    parameters = matrix_parameters(load_model_config(str(file)))
     tokens = per_parameter * parameters
     optim = {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, **optim}
     settings = {"seed": seed, "output": str(folder), "data": {"sequence_length": 64}, "optim": optim}
@@ -136,6 +136,15 @@ def test_losses_that_do_not_fall_with_compute_give_a_warning(tmp_path, capsys):
         write_ladder_run(tmp_path / f"runs/{width}", width, off=1 + 0.2 * number)
     report_ladder([tmp_path / "runs"], predict=[], output=None)
     assert "shows no benefit from compute" in capsys.readouterr().out
+
+
+def test_different_models_of_the_same_size_are_not_averaged(tmp_path):
+    write_ladder_run(tmp_path / "base", 32)
+    other = {"rope_theta": 100.0, "transformers_version": "5.17.0"}
+    *_, best = write_ladder_run(tmp_path / "best", 32, off=0.9, model=other)
+    write_ladder_run(tmp_path / "seed", 32, off=0.9, seed=2, model=other | {"transformers_version": "5.18.0"})
+    (rung,) = rungs_of(read_ladder_runs([tmp_path])[0])
+    assert rung.loss == pytest.approx(best) and (len(rung.folders), rung.left_out) == (2, 1)
 
 
 def test_token_counts_within_two_percent_are_one_rung():

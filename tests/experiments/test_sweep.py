@@ -213,6 +213,9 @@ def test_only_its_own_folder_continues_a_sweep(recipe, tmp_path, monkeypatch):
     record = output / "recipes/learning_rate=1e-3.json"
     settings = json.loads(record.read_text())
     del settings["guard.loss_window"]  # as if the setting had been added after the sweep
+    # As if an earlier version had written it, with old names.
+    settings["guard.distance"] = settings.pop("guard.rollback_steps")
+    settings["optim.width_transfer"] = settings.pop("optim.parametrization").replace("standard", "none")
     record.write_text(json.dumps(settings))
     assert sweeps.run_sweep(asked, None) == 0 and len(trained) == 2
     changed = (("guard.loss_window", "9"),)

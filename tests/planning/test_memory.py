@@ -24,6 +24,7 @@ from pretrain_tools.planning.footprints import footprint, largest_footprint
 from pretrain_tools.planning.layouts import Layout, layout
 from pretrain_tools.planning.memory import PlannedRun, optimizer_elements, sizes_of
 from pretrain_tools.planning.memory_advice import advise, ladder
+from pretrain_tools.planning.traffic import Links, Step, flows
 from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
 
@@ -391,3 +392,14 @@ def test_parameters_of_loss_terms_are_counted(model_config, model_file):
     for name, each in (("ddp", 8), ("fsdp2", 4), ("zero1", 6), ("tp", 8)):  # zero1 includes the fp32 weights
         without, whole = (need(config, model_config, name, ranks=2, precision="fp32") for config in (plain, with_term))
         assert whole.optimizer - without.optimizer == pytest.approx(each * terms), name
+
+
+@pytest.mark.parametrize(("name", "reductions"), [("ddp", 1), ("zero1", 1), ("zero2", 4)])
+def test_gradients_are_all_reduced_and_zero_gathers_the_weights(model_config, model_file, name, reductions):
+    """DeepSpeed all-reduces the gradients, see tests/parallel/test_communication.py."""
+    config = run_config(model_file, budget={"steps": 4})
+    work = PlannedRun(config, model_config, "bf16").work(layout(name, 8), 1)
+    sent = {flow.name: flow.sent for flow in flows(Step(work, 4, Links(1.0, 1.0, 8)))}
+    share = work.sizes.total * 7 / 8
+    gathered = {} if name == "ddp" else {"update": 2 * share}
+    assert sent == pytest.approx({"dp_replicate": 2 * 4 * share * reductions, **gathered})
