@@ -66,7 +66,8 @@ class Lines:
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
         # Ignore tabs outside the stripped lines.
-        is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
+        places, line = places[line >= 0], line[line >= 0]
+        is_within = places < self.table["stop"][line]
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
 

@@ -131,6 +131,12 @@ def test_bad_text_is_removed(text):
     assert list(kept([text])[0]) == []
 
 
+def test_documents_of_tabs_are_removed():
+    kept, account = Cleaning(tuple(sensible_set(is_english=True))).clean([Record(1, b"\t\n \t")])
+    assert kept == []
+    assert list(account.removed) == ["gopher_quality.few_words"]
+
+
 def test_a_document_gets_the_same_verdict_and_text_alone_and_in_a_batch():
     texts = [text for _, text in GOOD.values()] + list(BAD.values())
     texts += [f"{text}\n[12] See also [edit] here.\nOne" for text in texts[:8]]
