@@ -63,16 +63,20 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
 
 
 class FastEncoder(ReferenceEncoder):
-    """Tokenizes with gigatoken. Falls back to the reference for documents that contain special tokens as text."""
+    """Tokenizes with gigatoken, or with the reference for documents that contain special and some other tokens."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
 
         super().__init__(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        # gigatoken ignores `single_word`, and follows `rstrip` only in part.
+        flagged = {token.content for token in added if token.single_word or token.rstrip}
+        tokens = [token.encode() for token in flagged.union(tokenizer.special_tokens)]
         # Search for a few short prefixes first, which is faster than searching for hundreds of tokens.
-        self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
-        self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
+        self._suspects = sorted({token[:4] for token in tokens})
+        self._specials = re.compile(b"|".join(map(re.escape, tokens)))
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""

@@ -91,6 +91,19 @@ def test_an_end_token_that_is_not_marked_special_is_plain_text_too(tokenizer, tm
         assert loaded.end_of_document_id not in ids
 
 
+@pytest.mark.parametrize(("flag", "text"), [("single_word", "xfoxes fox"), ("rstrip", "a fox  <tag> b")])
+def test_flags_of_added_tokens_are_followed(tokenizer, tmp_path, flag, text):
+    from tokenizers import AddedToken
+
+    backend = load_tokenizer(tokenizer).backend.from_file(str(tokenizer / "tokenizer.json"))
+    backend.add_tokens([AddedToken(content, **{flag: True}) for content in ("fox", " <tag>")])
+    folder = changed(tokenizer, tmp_path)
+    backend.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(folder)
+    fast, reference = (make(loaded).encode([text.encode()])[0].tolist() for make in (FastEncoder, ReferenceEncoder))
+    assert fast == reference
+
+
 def test_templates_truncation_and_padding_of_a_tokenizer_are_ignored(tokenizer, tmp_path, loaded):
     folder = changed(
         tokenizer,

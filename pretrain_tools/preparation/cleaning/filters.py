@@ -71,7 +71,7 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 
 
 def parse_filter(text: str) -> CleaningStage:
-    """Parses 'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep'.
+    """Parses 'gopher_quality', 'gopher_quality(min_words=30, max_symbols=off)' or 'mine.py:keep'.
 
     A value can be a number, off, a word, or several words separated by +. A value without a name sets the first
     parameter. Raises InputError.

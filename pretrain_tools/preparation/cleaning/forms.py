@@ -66,7 +66,8 @@ class Lines:
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
         # Ignore tabs outside the stripped lines.
-        is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
+        places, line = places[line >= 0], line[line >= 0]
+        is_within = places < self.table["stop"][line]
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
 
@@ -78,9 +79,10 @@ class Lines:
     @cached_property
     def ends_in_dots(self) -> np.ndarray:
         """(lines,) bool: True if the line ends with three periods or the ellipsis character."""
-        # The byte before a line is never a period, so this doesn't match across lines.
         ends = np.stack([self.text[self.table["stop"] - place] for place in (3, 2, 1)])
-        return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
+        found = np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
+        # The bytes before a document's first line belong to another document.
+        return found & (self.table["stop"] - self.table["start"] >= 3)
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
@@ -131,8 +133,9 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
         return lines.totals(values) / counts
 
     long = lines.totals(sizes * (sizes > LONG_LINE)) / characters
-    # A document's last line is followed by the next document's first line; the error is negligible.
-    next_is_lower = np.append(table["first_kind"][1:] & LOWER != 0, False)
+    # A document's last line is followed by the next document's first line.
+    in_same = table["document"][1:] == table["document"][:-1]
+    next_is_lower = np.append(in_same & (table["first_kind"][1:] & LOWER != 0), False)
     runs_on = share(~lines.ends_sentence & (np.isin(table["last_code"], CONTINUES) | next_is_lower[: len(table)]))
     ends = share(lines.ends_sentence)
     is_set = (long <= 0.1) & (share(table["words"]) >= 3) & (runs_on >= 0.08) & (runs_on + ends >= 0.25)
@@ -154,7 +157,7 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
 
     is_table = np.zeros(len(counts), bool)
     for cells in (*cell_signs, semicolon, table["gaps"]):
-        is_like_last = np.append(False, (cells[1:] == cells[:-1]) & (cells[1:] >= 2))[: len(cells)]
+        is_like_last = np.append(False, in_same & (cells[1:] == cells[:-1]) & (cells[1:] >= 2))[: len(cells)]
         is_table |= share(is_like_last) >= 0.75
     is_table &= share(table["numbers"] > 0) >= 0.5
 

@@ -131,6 +131,22 @@ def test_bad_text_is_removed(text):
     assert list(kept([text])[0]) == []
 
 
+def test_lines_and_types_do_not_depend_on_neighboring_documents():
+    page = "\n".join(["The market opens at nine.", "Nobody was there yet."] * 5 + ["All rights reserved"])
+    table = "\n".join(["1|2|3"] * 9 + ["10|11"] * 3)
+    texts = [text.encode() for text in ("wait..", ".\nand then", page, "in lower case.", "3|4|5", table)]
+    batch = TextBatch(texts, [None] * len(texts))
+    alone = [TextBatch([text], [None]) for text in texts]
+    assert batch.forms.tolist() == [one.forms[0] for one in alone]
+    assert batch.lines.ends_in_dots.tolist() == [bool(ends) for one in alone for ends in one.lines.ends_in_dots]
+
+
+def test_documents_of_tabs_are_removed():
+    kept, account = Cleaning(tuple(sensible_set(is_english=True))).clean([Record(1, b"\t\n \t")])
+    assert kept == []
+    assert list(account.removed) == ["gopher_quality.few_words"]
+
+
 def test_a_document_gets_the_same_verdict_and_text_alone_and_in_a_batch():
     texts = [text for _, text in GOOD.values()] + list(BAD.values())
     texts += [f"{text}\n[12] See also [edit] here.\nOne" for text in texts[:8]]
