@@ -100,11 +100,11 @@ def batch_ramp(
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
         # Smaller batches need more steps for the same number of sequences.
-        steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
+        steps_below = sum(Fraction(sequences_per_step, level) for level in levels[:-1])
         steps_per_full = 1 - over + (over * steps_below / (parts - 1) if parts > 1 else over)
-        target = Fraction(total_steps * sequences_per_step) / steps_per_full
+        target = total_steps * sequences_per_step / steps_per_full
     else:
-        target = Fraction(total_sequences)
+        target = total_sequences
     first_steps = [0]
     seen = 0
     for index, level in enumerate(levels[:-1], start=1):

@@ -35,6 +35,8 @@ class ModelShapes:
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
+    heads: frozenset[str] = frozenset()
+    """Names of the output head's parameters."""
     transposed: frozenset[str] = frozenset()
     """Names of weights with the shape (inputs, outputs), as in GPT-2."""
     experts: frozenset[str] = frozenset()
@@ -77,12 +79,19 @@ class ModelShapes:
             for router in routers_of(whole)
             for name in expert_parameters(router)[0]
         ]
-        names = embedding_parameter_names(whole), transposed_names(whole), experts
-        stacks = {named(name): kind for name, kind in expert_matrices(whole).items()}
-        known = cls(shapes, *(frozenset(map(named, found)) for found in names), stacks=stacks)
+        of_head = set((causal_lm.get_output_embeddings() or nn.Module()).parameters())
+        heads = [name for name, parameter in whole.named_parameters() if parameter in of_head]
+        names = embedding_parameter_names(whole), heads, transposed_names(whole), experts
+        known = cls(
+            shapes,
+            *(frozenset(map(named, found)) for found in names),
+            stacks={named(name): kind for name, kind in expert_matrices(whole).items()},
+        )
         if settings is not None and learning_rate is not None:
-            rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
-            known = replace(known, group_rates=rates)
+            known = replace(
+                known,
+                group_rates={group: rate / learning_rate for group, rate in settings.group_learning_rates.items()},
+            )
         if settings is None or settings.parametrization == "standard":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
@@ -99,7 +108,7 @@ class ModelShapes:
         """Returns a parameter's group in `optim.group_learning_rates`."""
         if name in self.embeddings:
             return "embedding"
-        if is_output_head(name):
+        if name in self.heads:
             return "head"
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
@@ -111,11 +120,7 @@ class ModelShapes:
     def is_hidden_matrix(self, name: str) -> bool:
         """Returns True if a parameter is a hidden matrix, or a stack of them (experts)."""
         is_matrix = len(self.shapes[name]) == 2 or name in self.stacks
-        return self.decays(name) and is_matrix and not is_output_head(name)
-
-
-def is_output_head(name: str) -> bool:
-    return name.split(".")[0] in ("lm_head", "embed_out", "output")
+        return self.decays(name) and is_matrix and name not in self.heads
 
 
 @dataclass(frozen=True)
@@ -184,9 +189,9 @@ class OptimizerSpec(ABC):
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
         """Creates parameter groups, one for each combination of weight decay and learning rate."""
-        decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
-        others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
-        return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
+        decayed = [pair for pair in parameters if self.model.decays(pair[0])]
+        others = [pair for pair in parameters if not self.model.decays(pair[0])]
+        return self.groups_by_rate(decayed, weight_decay) + self.groups_by_rate(others, 0.0)
 
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False

@@ -14,7 +14,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.hardware import memory_bytes
-from pretrain.optim.optimizers import is_output_head
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_layers
 from pretrain.parallel.strategy import Strategy
@@ -297,7 +296,7 @@ def results_of_layer(work: Work) -> int:
         if name in shapes.experts:
             # With ep, each tensor-parallel rank sends its share of the tokens to the experts.
             given += sizes.choices * shape[1] // (work.layout.tp if work.layout.ep > 1 else 1)
-        elif len(shape) == 2 and name not in shapes.embeddings and not is_output_head(name):
+        elif len(shape) == 2 and name not in shapes.embeddings | shapes.heads:
             given += shape[1] if name in shapes.transposed else shape[0]
         elif name.endswith("weight") and len(shape) == 1:
             given += shape[0]

@@ -21,7 +21,7 @@ from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
-from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
+from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import LOSS_TERMS
@@ -279,7 +279,7 @@ def sizes_of(model_config: Any) -> Sizes:
     model = build_meta_model(model_config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
-    heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
+    heads = parameters.heads - parameters.embeddings
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     routers = routers_of(model)
     return Sizes(

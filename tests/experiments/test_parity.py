@@ -214,6 +214,7 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
     for missing in (None, "no bf16 instructions"):
         monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
         model = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "norm": torch.nn.LayerNorm(6)})
+        model.get_output_embeddings = lambda: None
         weight = model["up"].weight
         weight.data = torch.linspace(-1, 1, 48).view(6, 8)
         optimizer = optimizer_builder(Optim(name=name, learning_rate=0.1), model, 0.1, seed=0, device_type="cpu")(

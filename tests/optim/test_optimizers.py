@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel, RwkvConfig
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
@@ -45,6 +45,8 @@ def tiny_model(dtype=torch.float32):
 
 
 def builder(model, name="adamw", learning_rate=0.01, **settings):
+    if not isinstance(model, PreTrainedModel):
+        model.get_output_embeddings = lambda: model._modules.get("lm_head")
     settings = Optim(**{"learning_rate": learning_rate, "name": "adamw", **settings}).model_copy(update={"name": name})
     return optimizer_builder(settings, model, learning_rate, seed=1, device_type="cpu")
 
@@ -149,6 +151,16 @@ def test_full_shapes_decide_about_weight_decay():
     whole = parameters_in_module({"up.weight": (16, 8), "up.bias": (16,)})
     optimizer = builder(whole)([(name, nn.Parameter(torch.empty(0))) for name in ("up.weight", "up.bias")])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_head_is_no_hidden_matrix_whatever_its_name():
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 1}
+    model = build_meta_model(RwkvConfig(vocab_size=64, **sizes))
+    assert model.get_output_embeddings() is model.head
+    shapes = builder(model, "muon").spec.model
+    assert [name for name in shapes.shapes if shapes.group_of(name) == "head"] == ["head.weight"]
+    assert not shapes.is_hidden_matrix("head.weight")
+    assert shapes.is_hidden_matrix("rwkv.blocks.0.attention.output.weight")
 
 
 def test_decay_rates_of_mamba_are_not_hidden_matrices():
@@ -452,7 +464,7 @@ def test_8bit_adamw_without_its_package_is_rejected():
 def test_8bit_adamw_without_a_kernel_for_the_device_is_rejected(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.1"))
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
-    spec = OPTIMIZERS["adamw_8bit"](ModelShapes.of(tiny_model()))
+    spec = OPTIMIZERS["adamw_8bit"](builder(tiny_model()).spec.model)
     (problem,) = spec.problems(Optim(learning_rate=0.1), "cpu")
     assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
 
