@@ -180,15 +180,19 @@ class MirrorCopier:
         if self.there is None:  # first pass, or run.json is missing or damaged
             self._first_look()
         self._drop_abandoned()
-        step = self._next()
-        if step is not None:
+        if (step := self._next()) is not None:
             self._copy(step)
             return True
         final = content_of(self.run / "final" / SEAL_FILE)
         if final != self.manifests.get("final"):
             self._put_files()
-            self.store.put(self.run / "final", "final", self._require_claim)
-            self._copied("final", final)
+            if final is None:  # an extended run has renamed it
+                self._require_claim()
+                self.store.unseal("final")
+                del self.manifests["final"]
+            else:
+                self.store.put(self.run / "final", "final", self._require_claim)
+                self._copied("final", final)
             return True
         if everything or content_of(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
             self._put_files()

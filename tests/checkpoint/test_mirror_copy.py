@@ -13,7 +13,7 @@ from pretrain.checkpoint.mirror_fetch import look
 from pretrain.checkpoint.mirror_store import mirror_problems
 from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
-from pretrain.files import damage, remove, write_durably
+from pretrain.files import commit, damage, remove, write_durably
 from pretrain_tools.runs.status import mirror_text
 from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
@@ -153,6 +153,23 @@ def test_an_emptied_mirror_is_filled_again(tmp_path):
     assert not copier.attempt(everything=False) and "was emptied" in copier.status["problem"]
     copy_all(copier)
     assert steps_there(mirror) == [8] and (mirror / "run/config.yaml").exists()
+
+
+def test_an_extended_run_has_no_complete_final_model_on_the_mirror(tmp_path):
+    """Training renames final/ when it rewinds. Without the local folder, every copy used to fail."""
+    run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
+    (run / ".saving-final").mkdir()
+    (run / ".saving-final/model.safetensors").write_bytes(b"model")
+    commit(run / ".saving-final", run / "final", {})
+    copy_all(copier_of(run, mirror))
+    assert damage(mirror / "run/final") == []
+    (run / "final").rename(run / "final-step-00000004")
+    copier = copier_of(run, mirror)
+    copy_all(copier)
+    assert not (mirror / "run/final/MANIFEST.json").exists() and not copier.notices
+    (run / "final-step-00000004").rename(run / "final")
+    copy_all(copier)
+    assert damage(mirror / "run/final") == []
 
 
 def test_another_mirror_can_be_claimed(tmp_path):
