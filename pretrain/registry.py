@@ -152,7 +152,8 @@ def load_extensions(files: Iterable[str]) -> None:
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)
-        LOADED_CODE[f"extension {path.name}"] = digest
+        same_name = [other for other in map(Path, EXTENSIONS) if other.name == path.name]
+        LOADED_CODE[f"extension {path.name}"] = digest_of(same_name)
 
 
 def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.model import loss_terms
 from pretrain.recipe import read_run_config
-from pretrain.registry import LOSS_TERMS
+from pretrain.registry import LOADED_CODE, LOSS_TERMS, load_extensions
 from support.project import events, launch, losses, run_script
 
 EXTENSION = '''
@@ -381,3 +381,15 @@ def test_a_terms_logits_are_capped_like_the_models():
     hidden = 50 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
     seen = loss_terms.Seen(nothing, nothing, hidden, nothing, 0, head, nothing, {}, cap=15.0)
     assert torch.allclose(seen.logits(hidden), 15 * torch.tanh(head(hidden) / 15)) and head(hidden).abs().max() > 15
+
+
+def test_extensions_with_the_same_name_are_all_recorded(tmp_path):
+    files = [tmp_path / folder / "same_name.py" for folder in ("a", "b")]
+    recorded = set()
+    for changed in (None, *files):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("x = 1" if file == changed else "")
+        load_extensions(map(str, files))
+        recorded.add(LOADED_CODE["extension same_name.py"])
+    assert len(recorded) == 3

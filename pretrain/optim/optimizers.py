@@ -29,6 +29,10 @@ The error is 2e-7 for this many squares, and 1e-5 for a million.
 """
 
 
+HEADS = ("lm_head.", "embed_out.", "output.")
+"""Prefixes of output heads in models whose `get_output_embeddings` doesn't return them."""
+
+
 @dataclass(frozen=True)
 class ModelShapes:
     """Unsharded shapes and types of a model's parameters, by name."""
@@ -80,7 +84,7 @@ class ModelShapes:
             for name in expert_parameters(router)[0]
         ]
         of_head = set((causal_lm.get_output_embeddings() or nn.Module()).parameters())
-        heads = [name for name, parameter in whole.named_parameters() if parameter in of_head]
+        heads = [name for name, p in whole.named_parameters() if p in of_head or named(name).startswith(HEADS)]
         names = embedding_parameter_names(whole), heads, transposed_names(whole), experts
         known = cls(
             shapes,

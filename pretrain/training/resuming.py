@@ -72,24 +72,31 @@ def _resume(run: Run, has_final: bool) -> None:
     from pretrain.training.continued_plan import describe_continuation, no_stable_checkpoint
 
     continuation = _restore_state(run, is_finished=has_final)
+    stable = None
     if continuation.stable_until is not None:
         _fetch_earlier(run, continuation.stable_until)
         stable = run.checkpoints.newest_valid(run.log.warn, at_most=continuation.stable_until)
         if stable is None:
             raise no_stable_checkpoint(run.saved.contents["plan"])
-        ranks = run.strategy.ranks
-        final = run.config.output / "final"
-        with ranks.together(SaveError):
-            if ranks.is_main and final.exists():
-                name = f"final-{run.loaded_from.name}"
-                kept = len(list(final.parent.glob(f"{name}*")))  # the run may have ended at this step before
-                final.rename(final.with_name(f"{name}-{kept + 1}" if kept else name))
-        ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
+    if has_final and (stable or run.plan.total_steps > run.saved.contents["plan"]["total_steps"]):
+        _keep_final_of_shorter_run(run)
+    if stable:
+        run.strategy.ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
         run.checkpoints.discard_after(step_of(stable))
         run.loaded_from = stable
         run.saved = load_saved(stable)
         continuation = _restore_state(run, is_finished=has_final)
     run.continues = describe_continuation(run.plan, run.state, continuation.changes, run.loaded_from)
+
+
+def _keep_final_of_shorter_run(run: Run) -> None:
+    """Renames final/. Otherwise, it would count as this run's after a kill before the export."""
+    final = run.config.output / "final"
+    with run.strategy.ranks.together(SaveError):
+        if run.strategy.ranks.is_main:
+            name = f"final-{run.loaded_from.name}"
+            kept = len(list(final.parent.glob(f"{name}*")))  # the run may have ended at this step before
+            final.rename(final.with_name(f"{name}-{kept + 1}" if kept else name))
 
 
 def _restore_state(run: Run, *, is_finished: bool = False, rolls_back: bool = False) -> "Continuation":

@@ -37,7 +37,7 @@ from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.recipe import read_run_config
 from support.mesh_products import MODELS, SCHEDULES, name_of, products, variables
-from support.project import ROOT, events, free_port, launch, losses, run_script
+from support.project import ROOT, events, free_port, launch, losses, nearly_equal, run_script
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS, SHORT = 4, 2
@@ -495,7 +495,7 @@ def test_every_mesh_matches_one_process(runs, name):
     for file in ("model", "optimizer", "average"):
         tensors, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (expected, found))
         assert tensors.keys() == given.keys()
-        assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in tensors.items())
+        assert all(nearly_equal(given[key], tensor, 2e-5) for key, tensor in tensors.items())
 
 
 def test_replicas_on_four_processes_resume_bit_for_bit(runs):

@@ -62,13 +62,15 @@ def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp
 
 
 def test_an_extended_cosine_run_continues_at_its_minimum(recipe, tmp_path):
-    train(recipe, *WITHOUT_EXPORT)
+    train(recipe)
     before = rates(tmp_path / "run")
     train(change(recipe, budget={"steps": 16}), *WITHOUT_EXPORT)
     after = rates(tmp_path / "run")
     assert {step: after[step] for step in before} == before, "no step may be repeated"
     assert [after[step] for step in range(13, 17)] == pytest.approx([0.0003] * 4)
     assert after[13] <= after[12]
+    assert (tmp_path / "run/final-step-00000012/model.safetensors").exists()
+    assert not (tmp_path / "run/final").exists(), "a kill before the export must not leave the shorter run's model"
 
 
 def test_a_decayed_run_without_an_earlier_checkpoint_is_not_extended(trunk, tmp_path):
