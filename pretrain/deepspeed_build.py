@@ -1,11 +1,13 @@
-"""Prepares DeepSpeed's build folder and removes stale locks.
+"""Prepares DeepSpeed's build folder, removes stale locks and finds ninja.
 
 torch uses a lock file for each build. A killed build leaves it behind, and all later builds then wait forever without
 a message (torch.utils.file_baton).
 """
 
 import os
+import shutil
 import socket
+import sys
 from pathlib import Path
 
 from pretrain.files import IS_CHECKOUT, ROOT
@@ -15,11 +17,14 @@ CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 
 def prepare_extensions_folder() -> Path:
     """Sets torch's build folder to one for this machine, unless TORCH_EXTENSIONS_DIR is set. Removes stale locks.
+    Adds the Python environment to PATH if ninja is missing from it.
 
     Must be called before importing DeepSpeed. Returns the folder.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)
+    if not shutil.which("ninja"):  # the environment isn't activated
+        os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     locks = [lock for lock in folder.glob("*/lock") if lock.is_file()]
     held = files_open_here() if locks else set()
     for lock in locks:

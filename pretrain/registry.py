@@ -133,12 +133,15 @@ def import_file(path: Path, package: str) -> ModuleType:
         folder.__path__ = [str(path.parent)]
         sys.modules[package] = folder
     OWN_FOLDERS.add(path.parent)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # __pycache__ would damage a checkpoint
     try:
         return importlib.import_module(f"{package}.{path.stem}")
     except InputError:
         raise
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise InputError(error_in_file(error, path)) from error
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def load_extensions(files: Iterable[str]) -> None:

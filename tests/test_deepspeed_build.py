@@ -1,6 +1,9 @@
 """Tests for DeepSpeed's build lock: a killed build doesn't block the next run, and a running build isn't disturbed."""
 
 import os
+import shutil
+import sys
+from pathlib import Path
 
 from torch.utils.file_baton import FileBaton
 
@@ -29,3 +32,10 @@ def test_the_folder_is_the_projects_own(monkeypatch, tmp_path):
     folder = prepare_extensions_folder()
     assert folder.is_relative_to(tmp_path) and os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    prepare_extensions_folder()
+    assert Path(shutil.which("ninja")).parent == Path(sys.executable).parent

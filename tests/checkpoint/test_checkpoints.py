@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from pretrain.errors import or_exit
 from pretrain.files import FORMAT, commit, damage, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.registry import import_file
 from pretrain.runs.run_folder import latest_step
 from support.save_and_die import describe, ranks_of, save, tensors_of
 
@@ -86,6 +88,17 @@ def test_foreign_and_unfinished_folders_are_damaged(checkpoint):
     assert "version 1" in damage(checkpoint)[0]
     (checkpoint / "MANIFEST.json").unlink()
     assert damage(checkpoint) == ["MANIFEST.json is missing"]
+
+
+def test_imports_from_a_checkpoint_do_not_damage_it(checkpoint, monkeypatch):
+    (checkpoint / "__pycache__").mkdir()
+    (checkpoint / "__pycache__/mine.cpython-313.pyc").touch()
+    assert damage(checkpoint) == []
+    (checkpoint / "parts").mkdir()
+    (checkpoint / "parts/mine.py").touch()
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    import_file(checkpoint / "parts/mine.py", "imported_from_a_checkpoint")
+    assert not (checkpoint / "parts/__pycache__").exists() and not sys.dont_write_bytecode
 
 
 def test_each_rank_checks_its_share(checkpoint):
