@@ -19,6 +19,8 @@ from support.warm_python import read_by_imports, server, start_server
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would slow down other tests
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each compile worker spends half a minute on imports
+for variable in ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"):  # they would hide faults that users see without them
+    os.environ.pop(variable, None)
 gc.set_threshold(10_000)  # with Python's default of 700, garbage collection takes a tenth of the time
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # reach test servers without a proxy
 
