@@ -141,8 +141,6 @@ def run_script(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:
         if not stdout_is_broken():  # the pipe is a library's socket
             raise
-        # Python flushes stdout again at exit, which would print another error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_CLOSED_PIPE
     leave(code)
 
@@ -161,15 +159,24 @@ def leave(code: int) -> NoReturn:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         # gloo's threads may crash during interpreter shutdown.
         end_now(code)
+    flush_output()
     sys.exit(code)
 
 
 def end_now(code: int) -> NoReturn:
     """Exits this process immediately, without cleanup."""
     LIVE_LINE.clear()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)
+
+
+def flush_output() -> None:
+    """Flushes stdout and stderr. Discards the output if its reader is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # Python flushes again at exit, which would print an error and change the exit status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def shortened(value: Any, most: int = 200) -> str:

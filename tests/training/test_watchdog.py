@@ -16,6 +16,7 @@ from support.project import ROOT
 PROGRAM = """
 import os, sys, threading, time
 from pathlib import Path
+from pretrain.errors import leave
 from pretrain.training.watchdog import Watch
 
 run, step_timeout, neighbour = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -31,7 +32,7 @@ watch.beat(1)
 print("ready", begun, flush=True)
 {loop}
 """
-BEATS = "while not watch.request:\n    watch.beat()\n    time.sleep(0.01)\nwatch.close()\nsys.exit(40 + watch.request)"
+BEATS = "while not watch.request:\n    watch.beat()\n    time.sleep(0.01)\nwatch.close()\nleave(40 + watch.request)"
 BEATS_ON = "while True:\n    watch.beat()\n    time.sleep(0.01)"
 HANGS = "threading.Event().wait()"
 CLOCK_OF_SIGNALS = """
@@ -203,7 +204,7 @@ def wait_for(condition):
 
 def test_a_launcher_that_dies_is_noticed(tmp_path):
     """The launcher is killed after starting the watched process, which must then exit."""
-    loop = BEATS.replace("sys.exit(40 + watch.request)", '(run / "code").write_text(str(watch.request))')
+    loop = BEATS.replace("leave(40 + watch.request)", '(run / "code").write_text(str(watch.request))')
     program = program_of(loop)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, program, str(tmp_path), "600", "0"],
