@@ -362,13 +362,13 @@ def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
     assert "init: pretrained, but model: " in found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
 def test_a_check_of_several_processes_is_printed_once_per_machine(recipe):
     command = ("train.py", "--config", recipe, "--check")
     assert run_script(*command, LOCAL_RANK="0").stdout.endswith("this run can start.\n")
     assert not run_script(*command, LOCAL_RANK="1").stdout
 
 
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
 def test_check_finds_problems_of_optimizer_and_batch(recipe):
     found = check_problems(
         recipe,
