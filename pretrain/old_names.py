@@ -48,6 +48,11 @@ def current_path(path: str) -> str:
     return path
 
 
+def current_value(path: str, value: Any) -> Any:
+    """Returns the new value of a setting. path: its new path."""
+    return RENAMED_VALUES.get(path, {}).get(value, value) if isinstance(value, str | None) else value
+
+
 def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
     """Returns a recipe's values with new setting names, and a notice for each renamed setting.
 
@@ -64,8 +69,8 @@ def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[di
         if isinstance(value, dict):
             value, inside = with_current_names(value, f"{path}.")
             notices += inside
-        elif isinstance(value, str | None) and value in RENAMED_VALUES.get(path, {}):
-            value = RENAMED_VALUES[path][value]
+        else:
+            value = current_value(path, value)
         found[key] = value
     # The only setting that moved to another section.
     tracking = found.get("tracking") or {}

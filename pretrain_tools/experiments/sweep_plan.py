@@ -14,7 +14,7 @@ from typing import Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
-from pretrain.old_names import RENAMED_VALUES, current_path
+from pretrain.old_names import current_path, current_value
 from pretrain.recipe import fields_of_config, parse_yaml, read_run_config
 from pretrain.runs.run_folder import read_json
 from pretrain.terminal import say_stage
@@ -268,12 +268,8 @@ def refuse_changes(points: Sequence[SweepPoint]) -> None:
     """Raises InputError if a run was started with other settings, another model or other shards."""
     defaults = {name: field.default for name, field in fields_of_config()}
     for run in itertools.chain.from_iterable(point.runs for point in points):
-        before = {
-            (path := current_path(name)): RENAMED_VALUES.get(path, {}).get(value, value)
-            if isinstance(value, str | None)
-            else value
-            for name, value in read_json(run.record).items()
-        }
+        recorded = {current_path(name): value for name, value in read_json(run.record).items()}
+        before = {path: current_value(path, value) for path, value in recorded.items()}
         # Settings added in a newer version are ignored if they have their default value.
         now = {
             name: value
