@@ -51,7 +51,7 @@ class Distillation(LossTerm):
                 f"model has {model_config.vocab_size:,}; both must use the same tokenizer"
             )
         window = getattr(teacher.config, "sliding_window", None)
-        if window and window < model_config.max_position_embeddings:
+        if window and window < getattr(model_config, "max_position_embeddings", float("inf")):
             raise InputError(
                 f"loss.terms.distillation: {options.teacher} attends to {window:,} tokens, but this example's mask "
                 "has no sliding window; use a teacher with full attention"

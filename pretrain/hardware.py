@@ -145,7 +145,7 @@ def name_machines(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def few_cores() -> str | None:
-    """Returns a warning if this process has too few cores. It shares the launcher's, unless it is bound to fewer."""
+    """Returns a warning if this process has too few cores. Processes share the launcher's, unless bound to fewer."""
     cores = available_cores()
     is_bound = bound_cores() < bound_cores(os.getppid())
     share = cores if is_bound else cores / processes_here()

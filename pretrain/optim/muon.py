@@ -303,8 +303,8 @@ class MuonSpec(AdamWSpec):
         hidden = {
             p: self.matrix(name, own.split_matrices) for name, p in parameters if self.model.is_hidden_matrix(name)
         }
-        matrices = [pair for pair in parameters if pair[1] in hidden]
-        others = [pair for pair in parameters if pair[1] not in hidden]
+        matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
+        others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
         muon = Muon(
             self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
             lr=learning_rate,

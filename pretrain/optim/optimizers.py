@@ -86,16 +86,11 @@ class ModelShapes:
         of_head = set((causal_lm.get_output_embeddings() or nn.Module()).parameters())
         heads = [name for name, p in whole.named_parameters() if p in of_head or named(name).startswith(HEADS)]
         names = embedding_parameter_names(whole), heads, transposed_names(whole), experts
-        known = cls(
-            shapes,
-            *(frozenset(map(named, found)) for found in names),
-            stacks={named(name): kind for name, kind in expert_matrices(whole).items()},
-        )
+        stacks = {named(name): kind for name, kind in expert_matrices(whole).items()}
+        known = cls(shapes, *(frozenset(map(named, found)) for found in names), stacks=stacks)
         if settings is not None and learning_rate is not None:
-            known = replace(
-                known,
-                group_rates={group: rate / learning_rate for group, rate in settings.group_learning_rates.items()},
-            )
+            rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
+            known = replace(known, group_rates=rates)
         if settings is None or settings.parametrization == "standard":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
@@ -193,8 +188,8 @@ class OptimizerSpec(ABC):
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
         """Creates parameter groups, one for each combination of weight decay and learning rate."""
-        decayed = [pair for pair in parameters if self.model.decays(pair[0])]
-        others = [pair for pair in parameters if not self.model.decays(pair[0])]
+        decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
+        others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
         return self.groups_by_rate(decayed, weight_decay) + self.groups_by_rate(others, 0.0)
 
     def groups_by_rate(

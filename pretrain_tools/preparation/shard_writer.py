@@ -66,8 +66,8 @@ class ShardWriter:
                 path.unlink()
         for shard in self._finished:
             path = folder / shard.file
-            is_there = all((folder / name).is_file() for name in (shard.file, *shard.beside))
-            if not is_there or path.stat().st_size != shard.tokens * self._dtype.itemsize:
+            all_exist = all((folder / name).is_file() for name in (shard.file, *shard.beside))
+            if not all_exist or path.stat().st_size != shard.tokens * self._dtype.itemsize:
                 raise InputError(f"{path}: has changed since it was written; remove {folder} and prepare it again")
 
     def _path(self, shard: Shard, suffix: str) -> Path:
